@@ -1,0 +1,1 @@
+"""Measurements; each module is a command, and writes its numbers to benchmarks/results."""

@@ -1,0 +1,1 @@
+"""Gated activation of the experts and of the dense MLP."""

@@ -1,0 +1,1 @@
+"""Combine: the weighted sum of a token's expert rows."""

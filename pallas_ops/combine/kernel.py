@@ -1,0 +1,47 @@
+"""combine and its gradient in JAX, one choice k at a time, so that no [T, K, D] intermediate
+exists."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_ops.permute.kernel import take_rows
+
+
+def combine(
+    rows: jax.Array,
+    weights: jax.Array,
+    row_of_slot: jax.Array,
+    slot_of_row: jax.Array,
+    *,
+    interpret: bool,
+) -> tuple[jax.Array]:
+    """rows [R, D], weights [T, K] -> [T, D]: fp32 products and sum, rounded once."""
+    weights = weights.astype(jnp.float32)
+    total = jnp.zeros((weights.shape[0], rows.shape[1]), jnp.float32)
+    for k in range(weights.shape[1]):
+        total += weights[:, k, None] * take_rows(rows, row_of_slot[:, k]).astype(jnp.float32)
+    return (total.astype(rows.dtype),)
+
+
+def combine_backward(
+    dout: jax.Array,
+    rows: jax.Array,
+    weights: jax.Array,
+    row_of_slot: jax.Array,
+    slot_of_row: jax.Array,
+    *,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """dout [T, D] -> drows [R, D] = w * dout, an fp32 product rounded once, and dweights [T, K] in
+    fp32."""
+    num_choices = weights.shape[1]
+    wide = dout.astype(jnp.float32)
+    weight_of_row = take_rows(weights.astype(jnp.float32).reshape(-1), slot_of_row)
+    drows = weight_of_row[:, None] * take_rows(wide, slot_of_row // num_choices)
+    dweights = [
+        jnp.sum(wide * take_rows(rows, row_of_slot[:, k]).astype(jnp.float32), axis=1)
+        for k in range(num_choices)
+    ]
+    return drows.astype(rows.dtype), jnp.stack(dweights, axis=1).astype(weights.dtype)

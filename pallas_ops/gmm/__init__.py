@@ -1,0 +1,1 @@
+"""Grouped matrix product: every row times the matrix of its group."""

@@ -1,0 +1,1 @@
+"""Permute: copy tokens into expert-sorted rows; its transpose sums them back."""

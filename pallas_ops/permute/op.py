@@ -1,0 +1,94 @@
+"""permute: copy every token to the rows of its experts. unpermute: its transpose."""
+
+import torch
+from torch import Tensor
+
+from pallas_ops.checks import check_float, check_one_device, check_rank, check_row_shards
+from pallas_ops.permute import reference
+from pallas_ops.routing.op import RoutingPlan
+from pallas_ops.sharding import OpSharding, decode, encode, num_row_shards
+
+
+def permute(x: Tensor, plan: RoutingPlan, *, sharding: OpSharding | None = None) -> Tensor:
+    """out[r] = x[slot_of_row[r] // K]: a bit-exact copy of each token for each of its K experts.
+
+    Differentiable any number of times: the gradient of `x` is the sum of a token's K rows, in fp32
+    at least and rounded once.
+
+    Args:
+        x: [T, D], any float dtype.
+        plan: the routing of the same T tokens.
+        sharding: layout on the mesh, None on one device; the one `plan` was made with.
+
+    Returns:
+        [T * K, D] of x.dtype.
+
+    Raises:
+        ValueError: wrong rank, dtype or device, a plan for another number of tokens, tokens that
+            the mesh does not divide.
+    """
+    check_one_device("permute", x=x, plan=plan.row_of_slot)
+    check_float("permute", x=x)
+    check_rank("permute", "x", x, "T, D")
+    if x.shape[0] != plan.row_of_slot.shape[0]:
+        raise ValueError(
+            f"permute: x has {x.shape[0]} tokens but plan has {plan.row_of_slot.shape[0]}; "
+            "pass the plan made from these tokens' expert ids"
+        )
+    check_row_shards("permute", "x", x.shape[0], sharding)
+    return _permute(x, plan.row_of_slot, plan.slot_of_row, encode(sharding))
+
+
+@torch.library.custom_op("pallas_ops::permute", mutates_args=(), device_types="cpu")
+def _permute(x: Tensor, row_of_slot: Tensor, slot_of_row: Tensor, sharding: str) -> Tensor:
+    num_shards = num_row_shards(decode(sharding))
+    return reference.permute(x, slot_of_row, top_k=row_of_slot.shape[1], num_shards=num_shards)
+
+
+@_permute.register_kernel("xla")
+def _(x, row_of_slot, slot_of_row, sharding):
+    from pallas_ops import bridge
+    from pallas_ops.permute import kernel
+
+    operands = (x, row_of_slot, slot_of_row)
+    return bridge.call_by_rows(kernel.permute, operands, decode(sharding), num_outputs=1)[0]
+
+
+@_permute.register_fake
+def _(x, row_of_slot, slot_of_row, sharding):
+    return x.new_empty(slot_of_row.shape[0], x.shape[1])
+
+
+@torch.library.custom_op("pallas_ops::unpermute", mutates_args=(), device_types="cpu")
+def _unpermute(rows: Tensor, row_of_slot: Tensor, slot_of_row: Tensor, sharding: str) -> Tensor:
+    return reference.unpermute(rows, row_of_slot, num_shards=num_row_shards(decode(sharding)))
+
+
+@_unpermute.register_kernel("xla")
+def _(rows, row_of_slot, slot_of_row, sharding):
+    from pallas_ops import bridge
+    from pallas_ops.permute import kernel
+
+    operands = (rows, row_of_slot, slot_of_row)
+    return bridge.call_by_rows(kernel.unpermute, operands, decode(sharding), num_outputs=1)[0]
+
+
+@_unpermute.register_fake
+def _(rows, row_of_slot, slot_of_row, sharding):
+    return rows.new_empty(row_of_slot.shape[0], rows.shape[1])
+
+
+def _setup_context(ctx, inputs, output):
+    _, row_of_slot, slot_of_row, ctx.sharding = inputs
+    ctx.save_for_backward(row_of_slot, slot_of_row)
+
+
+# Each op is the transpose of the other.
+_permute.register_autograd(
+    lambda ctx, drows: (_unpermute(drows, *ctx.saved_tensors, ctx.sharding), None, None, None),
+    setup_context=_setup_context,
+)
+_unpermute.register_autograd(
+    lambda ctx, dx: (_permute(dx, *ctx.saved_tensors, ctx.sharding), None, None, None),
+    setup_context=_setup_context,
+)

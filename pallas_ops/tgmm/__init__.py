@@ -1,0 +1,1 @@
+"""Transposed grouped matrix product: the weight gradient of gmm."""

@@ -1,0 +1,105 @@
+"""Tile choice for the grouped matmuls: a caller's tiles, or the largest that the VMEM model admits.
+
+gmm   out[m, n] += lhs[m, k] rhs[g, k, n]   grid (n, step, k): one row tile of one group a step
+tgmm  out[g, k, n] += lhs[m, k] rhs[m, n]   grid (k, n, step)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pallas_ops.chips import V6E, Chip
+
+_VMEM_SHARE = 0.75
+"""Of VMEM for the blocks the model counts; the rest is the compiler's temporaries and spills."""
+_MAX_TILE_M = 512
+_MIN_TILE_M = 128
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Tile sizes of one grouped matmul call."""
+
+    tile_m: int
+    """Rows a step."""
+    tile_k: int
+    """Contracted columns (gmm) or output rows (tgmm) a step."""
+    tile_n: int
+    """Output columns a step."""
+
+    def __post_init__(self) -> None:
+        for name in ("tile_m", "tile_k", "tile_n"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value <= 0:
+                raise ValueError(f"Tiles.{name}={value!r} must be a positive integer")
+        if self.tile_m % V6E.row_group:
+            raise ValueError(
+                f"Tiles.tile_m={self.tile_m} must be a multiple of {V6E.row_group}, the rows that "
+                "bf16 memory is addressed by; round it up"
+            )
+
+
+def gmm_vmem_bytes(tiles: Tiles, itemsize: int) -> int:
+    """VMEM of one gmm call: double-buffered blocks and the fp32 accumulator."""
+    m, k, n = tiles.tile_m, tiles.tile_k, tiles.tile_n
+    return 2 * itemsize * (m * k + k * n + m * n) + 4 * m * n
+
+
+def tgmm_vmem_bytes(tiles: Tiles, itemsize: int, out_itemsize: int) -> int:
+    """VMEM of one tgmm call: double-buffered blocks and the fp32 accumulator."""
+    m, k, n = tiles.tile_m, tiles.tile_k, tiles.tile_n
+    return 2 * itemsize * m * (k + n) + 2 * out_itemsize * k * n + 4 * k * n
+
+
+def choose_gmm_tiles(
+    num_rows: int, k: int, n: int, num_groups: int, itemsize: int, chip: Chip = V6E
+) -> Tiles:
+    """Whole k and n where they fit; row tiles near the mean group, so that few dead rows are
+    computed."""
+    tile_m = _row_tile(num_rows, num_groups)
+    return _shrink(Tiles(tile_m, k, n), lambda t: gmm_vmem_bytes(t, itemsize), chip)
+
+
+def choose_tgmm_tiles(
+    num_rows: int,
+    k: int,
+    n: int,
+    num_groups: int,
+    itemsize: int,
+    out_itemsize: int,
+    chip: Chip = V6E,
+) -> Tiles:
+    """As `choose_gmm_tiles`, for the weight gradient's blocks."""
+    tile_m = _row_tile(num_rows, num_groups)
+    return _shrink(Tiles(tile_m, k, n), lambda t: tgmm_vmem_bytes(t, itemsize, out_itemsize), chip)
+
+
+def _row_tile(num_rows: int, num_groups: int) -> int:
+    mean = max(1, num_rows // max(1, num_groups))
+    tile = _MAX_TILE_M
+    while tile > _MIN_TILE_M and tile > mean:
+        tile //= 2
+    rows = -(-num_rows // V6E.row_group) * V6E.row_group
+    return max(V6E.row_group, min(tile, rows))
+
+
+def _shrink(tiles: Tiles, vmem_bytes, chip: Chip) -> Tiles:
+    limit = int(_VMEM_SHARE * chip.vmem_bytes)
+    while vmem_bytes(tiles) > limit:
+        m, k, n = tiles.tile_m, tiles.tile_k, tiles.tile_n
+        if n >= k and n > chip.num_lanes:
+            tiles = Tiles(m, k, _halve(n, chip.num_lanes))
+        elif k > chip.num_lanes:
+            tiles = Tiles(m, _halve(k, chip.num_lanes), n)
+        elif m > chip.row_group:
+            tiles = Tiles(_halve(m, chip.row_group), k, n)
+        else:
+            raise ValueError(
+                f"no tiles of a grouped matmul fit {limit} bytes of {chip.name} VMEM; name a chip "
+                "with more"
+            )
+    return tiles
+
+
+def _halve(size: int, multiple: int) -> int:
+    return max(multiple, -(-(size // 2) // multiple) * multiple)

@@ -1,0 +1,112 @@
+"""What PyTorch asks of a custom op, for every op: schema, fakes, autograd, AOT dispatch."""
+
+import json
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from pallas_ops import OpSharding, combine, gmm, permute, routing_plan, tgmm
+
+OPS = torch.ops.pallas_ops
+DTYPES = [torch.bfloat16, torch.float32, torch.float64]
+TWO = OpSharding(mesh=(("fsdp", 2),), row_axes=("fsdp",))
+LAYOUTS = pytest.mark.parametrize("sharding", [None, TWO], ids=["one device", "two shards"])
+
+
+def sample(dtype, sharding, requires_grad=True):
+    """Arguments of each op: 4 tokens to 2 of 3 experts, one of them empty, D = 5, 2F = 4."""
+
+    def floats(*shape, dtype=dtype):
+        return torch.randn(shape, dtype=dtype, requires_grad=requires_grad)
+
+    ids = torch.tensor([[0, 2], [2, 0], [2, 0], [0, 2]], dtype=torch.int32)
+    text = "" if sharding is None else sharding.to_json()
+    sizes, *slots = routing_plan(ids, 3, sharding=sharding)
+    wide, reduce = torch.promote_types(dtype, torch.float32), torch.float32
+    return {
+        "gmm": (floats(8, 5), floats(3, 5, 4), sizes, False, reduce, text),
+        "gmm transposed": (floats(8, 5), floats(3, 4, 5, dtype=wide), sizes, True, reduce, text),
+        "tgmm": (floats(8, 5), floats(8, 4), sizes, dtype, reduce, text),
+        "tgmm wide": (floats(8, 5), floats(8, 4), sizes, wide, reduce, text),
+        "routing_plan": (ids, 3, text),
+        "permute": (floats(4, 5), *slots, text),
+        "unpermute": (floats(8, 5), *slots, text),
+        "combine": (floats(8, 5), floats(4, 2, dtype=wide), *slots, text),
+        "combine_backward": (
+            floats(4, 5),
+            floats(8, 5),
+            floats(4, 2, dtype=wide),
+            *slots,
+            text,
+        ),
+    }
+
+
+NAMES = list(sample(torch.float32, None))
+
+
+def call_of(name):
+    return getattr(OPS, name.split()[0]).default
+
+
+@LAYOUTS
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_opcheck(name, dtype, sharding):
+    opcheck(call_of(name), sample(dtype, sharding)[name])
+
+
+def test_no_op_is_forgotten():
+    names = [name.split("::") for name in torch._C._dispatch_get_all_op_names()]
+    registered = {op for namespace, op in names if namespace == "pallas_ops"}
+    assert registered == {name.split()[0] for name in NAMES}
+
+
+@LAYOUTS
+@pytest.mark.parametrize("name", NAMES)
+def test_outputs_are_fresh_and_repeatable(name, sharding):
+    args = sample(torch.bfloat16, sharding, requires_grad=False)[name]
+    first, second = call_of(name)(*args), call_of(name)(*args)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    outputs = first if isinstance(first, tuple) else (first,)
+    tensors = [t for t in (*args, *outputs) if torch.is_tensor(t)]
+    assert len({t.untyped_storage().data_ptr() for t in tensors}) == len(tensors)
+
+
+def test_no_token_no_row():
+    plan = routing_plan(torch.zeros(0, 2, dtype=torch.int32), 3)
+    assert plan.group_sizes.tolist() == [0, 0, 0]
+    x = torch.zeros(0, 5, requires_grad=True)
+    weight = torch.zeros(3, 5, 4, requires_grad=True)
+    out = combine(gmm(permute(x, plan), weight, plan.group_sizes), torch.zeros(0, 2), plan)
+    assert out.shape == (0, 4)
+    out.sum().backward()
+    assert not weight.grad.count_nonzero() and weight.grad.shape == weight.shape
+    assert tgmm(x.detach(), x.detach(), plan.group_sizes).shape == (3, 5, 5)
+
+
+def test_sharding_travels_as_json():
+    layout = OpSharding((("data", 2), ("fsdp", 4)), ("data", "fsdp"), weight_dim=None)
+    assert OpSharding.from_json(layout.to_json()) == layout
+    assert json.loads(layout.to_json())["weight_axis"] == "fsdp"
+    assert layout.to_json() == OpSharding.from_json(layout.to_json()).to_json()
+    assert (layout.num_row_shards, layout.num_weight_shards) == (8, 1)
+    assert TWO.num_weight_shards == 2
+
+
+BAD_LAYOUTS = {
+    "axis twice": (((("a", 1), ("a", 2)), ("a",), "a"), "give every axis its own name"),
+    "size": (((("a", 0),), ("a",), "a"), "mesh axis 'a' has size 0; sizes must be at least 1"),
+    "row axis twice": (((("a", 2),), ("a", "a"), "a"), "name every axis once"),
+    "row axis": (((("a", 2),), ("b",), "a"), r"row_axes names axis 'b'; the mesh has only \['a'\]"),
+    "weight axis": (((("a", 2),), ("a",)), "weight_axis names axis 'fsdp'; the mesh has only"),
+    "weight dim": (((("a", 2),), ("a",), "a", 3), "weight_dim is 3; use 0, 1, 2 or None"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_LAYOUTS)
+def test_bad_sharding(case):
+    fields, message = BAD_LAYOUTS[case]
+    with pytest.raises(ValueError, match=message):
+        OpSharding(*fields)

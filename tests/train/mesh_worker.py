@@ -1,0 +1,158 @@
+"""Trains a micro model on a virtual mesh in a process of its own, and saves what the mesh tests
+compare.
+
+    python -m tests.train.mesh_worker OUT.npz --fsdp 4 [--data 1] --layers scan --recompute --steps
+    20
+
+Arrays: losses [steps]; grad/<parameter> of the first step, before clipping; stored as text:
+spec/<parameter>, the sharding of each gradient, and shape facts of the lowered step under hlo.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+
+import numpy as np
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out")
+    parser.add_argument("--fsdp", type=int, default=1)
+    parser.add_argument("--data", type=int, default=1)
+    parser.add_argument("--layers", default="scan")
+    parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--fsdpv2", action="store_true")
+    arguments = parser.parse_args()
+
+    from torch_gemma4 import presets
+    from train.config import DataConfig, MeshConfig, OptimConfig, PrecisionConfig, RunConfig
+    from train.launch import prepare_environment
+
+    model_config = replace(
+        presets.micro(),
+        vocab_size=256,
+        load_balance_loss_weight=0.01,
+        router_z_loss_weight=0.001,
+        z_loss_weight=1e-4,
+        num_loss_tiles=2,
+    )
+    config = RunConfig(
+        name="mesh_worker",
+        steps=arguments.steps,
+        layers=arguments.layers,
+        recompute=arguments.recompute,
+        mesh=MeshConfig(fsdp=arguments.fsdp, data=arguments.data),
+        precision=PrecisionConfig(compute="float32"),
+        data=DataConfig(sequence_length=32, batch_size=8),
+        optim=OptimConfig(learning_rate=1e-2, warmup_steps=2),
+        model=model_config,
+    )
+    prepare_environment(config.mesh)
+    results = _fsdpv2(config) if arguments.fsdpv2 else _train(config)
+    np.savez(arguments.out, **results)
+
+
+def batches(config):
+    """The same packed batches in every process: three documents a row, some labels ignored."""
+    draws = np.random.default_rng(0)
+    shape = (config.data.batch_size, config.data.sequence_length)
+    segments = np.repeat([[0] * 10 + [1] * 15 + [2] * 7], shape[0], axis=0).astype(np.int32)
+    for _ in range(config.steps):
+        # A line of text to learn: each row counts up from a random start.
+        start = draws.integers(0, 200, (shape[0], 1))
+        ids = ((start + np.arange(shape[1])) % 256).astype(np.int32)
+        labels = ids.copy()
+        labels[:, [0, 10, 25]] = -100
+        labels[0, 20:] = -100
+        yield {"input_ids": ids, "labels": labels, "segment_ids": segments}
+
+
+def _train(config) -> dict[str, np.ndarray]:
+    import functools
+
+    import torch_xla
+    import torch_xla.debug.metrics as counters
+
+    from train.build import build_model, decays, sharded_zeros
+    from train.mesh import DeviceMesh
+    from train.optim import AdamW
+    from train.step import make_train_step
+
+    mesh = DeviceMesh(config.mesh)
+    model = build_model(config, mesh)
+    zeros = functools.partial(sharded_zeros, mesh)
+    parameters = dict(model.named_parameters())
+    optimizer = AdamW(parameters, config.optim, config.steps, decays=decays, zeros_like=zeros)
+    stream = list(batches(config))
+
+    # Gradients as the backward pass leaves them, before the step states where they belong.
+    model.loss(**mesh.place_batch(stream[0])).loss.backward()
+    grads = {name: p.grad for name, p in parameters.items()}
+    hlo = torch_xla._XLAC._get_xla_tensors_hlo(list(grads.values()))
+    torch_xla.sync()
+    spec_of = torch_xla._XLAC._get_xla_sharding_spec
+    results: dict[str, np.ndarray] = {"hlo": np.array(hlo)}
+    for name, grad in grads.items():
+        results[f"grad/{name}"] = grad.cpu().numpy()
+        results[f"spec/{name}"] = np.array(f"{spec_of(grad)} {spec_of(parameters[name])}")
+        parameters[name].grad = None
+
+    step = make_train_step(model, optimizer, mesh)
+    losses, compilations = [], []
+    for batch in stream:
+        losses.append(step(mesh.place_batch(batch))["loss"])
+        compilations.append(int(counters.counter_value("UncachedCompile")))
+    results["losses"] = np.array([float(loss.cpu()) for loss in losses])
+    results["compilations"] = np.array(compilations)
+    results["state_spec"] = np.array(
+        [f"{spec_of(optimizer.exp_avg[n])} {spec_of(p)}" for n, p in parameters.items()]
+    )
+    return results
+
+
+def _fsdpv2(config) -> dict[str, np.ndarray]:
+    """The habit of other projects: torch_xla's wrapper class around the unscanned model."""
+    import torch
+    import torch_xla
+    from torch_xla.experimental.spmd_fully_sharded_data_parallel import (
+        SpmdFullyShardedDataParallel,
+    )
+
+    from torch_gemma4.execution import Execution, Precision
+    from torch_gemma4.init import init_parameters
+    from torch_gemma4.model import Gemma4ForCausalLM
+    from train.mesh import DeviceMesh
+    from train.optim import clip_by_global_norm
+
+    mesh = DeviceMesh(config.mesh)
+    execution = Execution(
+        precision=Precision(compute=torch.float32),
+        sharding=mesh.op_sharding(config.model),
+        constrain=mesh.constrain,
+    )
+    inner = Gemma4ForCausalLM(config.model, execution)
+    init_parameters(inner, config.seed)
+    mesh.place_module(inner)
+    model = SpmdFullyShardedDataParallel(
+        inner, mesh=mesh.xla_mesh, shard_output=lambda output, mesh: None
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.optim.learning_rate)
+    losses = []
+    for batch in batches(config):
+        placed = mesh.place_batch(batch)
+        model(placed["input_ids"], segment_ids=placed["segment_ids"])
+        loss = inner.loss(**placed).loss
+        loss.backward()
+        clip_by_global_norm([p.grad for p in model.parameters()], config.optim.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        torch_xla.sync()
+        losses.append(float(loss.cpu()))
+    return {"losses": np.array(losses)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""`python -m train`: commands, presets, overrides, refusals and help."""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from train.__main__ import Info, Run, main, parse
+from train.presets import PRESETS
+
+
+def test_default_is_the_first_preset():
+    assert parse(Run, []).config == PRESETS["cpu_tiny"]()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_preset_sets_every_default(preset):
+    command = parse(Run, ["--preset", preset])
+    assert command.preset == preset
+    assert command.config == PRESETS[preset]()
+
+
+def test_any_field_can_be_overridden():
+    config = parse(
+        Run,
+        [
+            *("--optim.learning_rate", "0.5", "--data.path", "a", "b", "--model.num-experts", "16"),
+            *("--preset=cpu_tiny", "--model.final_logit_softcapping", "None", "--recompute"),
+            *(
+                "--model.rope_full.theta",
+                "5e5",
+                "--log.no_tensorboard",
+                "--optim.betas",
+                "0.8",
+                "0.9",
+            ),
+        ],
+    ).config
+    assert config.optim.learning_rate == 0.5
+    assert config.optim.betas == (0.8, 0.9)
+    assert config.data.path == ("a", "b")
+    assert config.model.num_experts == 16
+    assert config.model.final_logit_softcapping is None
+    assert config.model.rope_full.theta == 5e5
+    assert config.recompute and not config.log.tensorboard
+    assert config.data.batch_size == PRESETS["cpu_tiny"]().data.batch_size
+
+
+def test_info_takes_the_same_options():
+    command = parse(Info, ["--json", "--mesh.fsdp", "8"])
+    assert command.json
+    assert command.config.mesh.fsdp == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--optim.lerning_rate", "1"], "--optim.learning_rate FLOAT"),  # the suggestion
+        (["--preset", "gemma"], "invalid choice 'gemma'"),
+        (["--steps", "many"], "--steps"),
+        (["--data.batch_size", "3"], "data.batch_size = 3"),
+        (["--model.num_experts", "1"], "top_k_experts = 2"),
+        (["rnu"], "no command 'rnu': did you mean run? There are run, info"),
+        (["cpu_tiny"], "cpu_tiny is a preset: python -m train --preset cpu_tiny"),
+        (["--data.path", "/no/such/text"], "data.path = '/no/such/text': no such file"),
+    ],
+)
+def test_refusals_exit_with_2_and_say_why(arguments, message, capsys, monkeypatch):
+    monkeypatch.setattr("train.loop.prepare_environment", lambda mesh: None)
+    with pytest.raises(SystemExit) as exit_:
+        main(arguments)
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_shows_how_and_the_presets_values():
+    done = subprocess.run(
+        [sys.executable, "-m", "train", "--preset", "gemma4_26b_a4b", "--help"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    head = done.stdout[:1500]
+    for piece in ("python -m train --data.path ~/books --steps 1000", "metrics.jsonl", "cpu_tiny:"):
+        assert piece in head
+    words = " ".join(done.stdout.split())
+    assert "--model.num_experts INT" in words
+    assert "E. Read only with enable_moe_block, like the two below. (default: 128)" in words
+
+
+def test_value_error_of_a_library_keeps_its_traceback(monkeypatch):
+    def defect(config):
+        np.zeros((2, 3)).reshape(7)
+
+    monkeypatch.setattr("train.loop.run", defect)
+    with pytest.raises(ValueError, match="cannot reshape"):
+        main([])

@@ -1,0 +1,86 @@
+"""Every refusal of a run's configuration names field, value and remedy."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from train.config import (
+    DataConfig,
+    EvalConfig,
+    LogConfig,
+    MeshConfig,
+    OptimConfig,
+    RunConfig,
+    SampleConfig,
+)
+from train.presets import PRESETS, cpu_tiny
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: MeshConfig(fsdp=0), r"mesh\.fsdp = 0: give at least 1"),
+        (lambda: MeshConfig(data=-1), r"mesh\.data = -1: give at least 1"),
+        (lambda: MeshConfig(fsdp=64, data=2), r"mesh\.data = 128: .*counts them in 8 bits"),
+        (lambda: DataConfig(sequence_length=1), r"data\.sequence_length = 1: give at least 2"),
+        (lambda: DataConfig(batch_size=0), r"data\.batch_size = 0: give at least 1"),
+        (lambda: DataConfig(prefetch=0), r"data\.prefetch = 0: give at least 1"),
+        (lambda: DataConfig(max_bytes=0), r"data\.max_bytes = 0: give at least 1"),
+        (lambda: DataConfig(eval_fraction=1.0), r"data\.eval_fraction = 1\.0: give a share"),
+        (lambda: DataConfig(seed=-1), r"data\.seed = -1: give a whole number"),
+        (lambda: DataConfig(pattern=()), r"data\.pattern = \(\): give one, such as '\*\.txt'"),
+        (lambda: OptimConfig(learning_rate=0), r"optim\.learning_rate = 0: give a positive"),
+        (lambda: OptimConfig(eps=0), r"optim\.eps = 0: give a positive"),
+        (lambda: OptimConfig(clip_norm=-1), r"optim\.clip_norm = -1: give a positive"),
+        (lambda: OptimConfig(warmup_steps=-1), r"optim\.warmup_steps = -1: give at least 0"),
+        (lambda: OptimConfig(weight_decay=-0.1), r"optim\.weight_decay = -0\.1: give at least 0"),
+        (lambda: OptimConfig(min_lr_ratio=1.5), r"optim\.min_lr_ratio = 1\.5: give a share"),
+        (lambda: OptimConfig(betas=(0.9, 1.0)), r"optim\.betas = \(0\.9, 1\.0\): give two decays"),
+        (lambda: EvalConfig(every=-1), r"eval\.every = -1: give at least 0"),
+        (lambda: EvalConfig(batches=0), r"eval\.batches = 0: give at least 1"),
+        (lambda: SampleConfig(prompt=""), r"sample\.prompt = '': give at least a character"),
+        (lambda: SampleConfig(length=-1), r"sample\.length = -1: give at least 0"),
+        (lambda: SampleConfig(temperature=-1), r"sample\.temperature = -1: give at least 0"),
+        (lambda: LogConfig(every=0), r"log\.every = 0: give at least 1"),
+        (lambda: _tiny(steps=0), r"steps = 0: give at least 1"),
+        (lambda: _tiny(name="a/b"), r"name = 'a/b': .*--log\.dir"),
+        (lambda: _tiny(name=".."), r"name = '\.\.': it names a folder"),
+        (lambda: _tiny(steps=20), r"optim\.warmup_steps = 20: training ends after steps = 20"),
+        (
+            lambda: _tiny(data=DataConfig(batch_size=6)),
+            r"data\.batch_size = 6: give a multiple of mesh\.data \* mesh\.fsdp = 4",
+        ),
+        (
+            lambda: _tiny(model=replace(cpu_tiny().model, num_loss_tiles=3)),
+            r"data\.sequence_length = 128: give a multiple of model\.num_loss_tiles = 3",
+        ),
+        (
+            lambda: _tiny(model=replace(cpu_tiny().model, vocab_size=255)),
+            r"model\.vocab_size = 255: the byte tokenizer has 256 ids",
+        ),
+    ],
+)
+def test_refusals(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def _tiny(**changes) -> RunConfig:
+    return replace(cpu_tiny(), **changes)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_preset_is_named_as_its_function_and_is_json(name):
+    config = PRESETS[name]()
+    assert config.name == name
+    read = json.loads(config.to_json())
+    assert read["model"]["hidden_size"] == config.model.hidden_size
+    assert read["optim"]["betas"] == list(config.optim.betas)
+
+
+def test_reference_workload():
+    config = PRESETS["gemma4_26b_a4b"]()
+    assert config.mesh.axes == (("data", 1), ("fsdp", 128))
+    assert config.data.batch_size == 2 * config.mesh.num_devices
+    assert config.data.sequence_length == 16_384

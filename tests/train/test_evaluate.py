@@ -1,0 +1,33 @@
+"""Held-out loss is a mean over tokens, not over batches."""
+
+import math
+
+import numpy as np
+import pytest
+
+from train.evaluate import evaluate
+
+
+def test_every_token_weighs_the_same():
+    batches = [{"labels": np.zeros((1, n))} for n in (30, 10, 0)]
+    losses = {30: 1.0, 10: 3.0, 0: math.nan}  # a batch without a valid token has no mean
+    result = evaluate(lambda b: (losses[b["labels"].size], b["labels"].size), batches)
+    assert result.loss == pytest.approx(1.5)
+    assert result.num_tokens == 40
+    assert result.bits_per_byte == pytest.approx(1.5 / math.log(2))
+
+
+def test_values_are_read_after_the_last_batch_was_sent():
+    log = []
+
+    class OnDevice(float):
+        def __float__(self):
+            log.append("read")
+            return 1.0
+
+    def loss(batch):
+        log.append("send")
+        return OnDevice(), OnDevice()
+
+    evaluate(loss, [{}, {}])
+    assert log[:2] == ["send", "send"] and "send" not in log[2:]

@@ -1,0 +1,84 @@
+"""The environment of a process, before devices exist."""
+
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+
+from train.config import MeshConfig
+from train.launch import prepare_environment, refuse_several_processes
+
+CPU = {
+    "PJRT_DEVICE": "CPU",
+    "CPU_NUM_DEVICES": "6",
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": "--xla_force_host_platform_device_count=6",
+}
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2"}
+MESH = MeshConfig(fsdp=3, data=2)
+
+
+@pytest.fixture(autouse=True)
+def nothing_imported(monkeypatch):
+    for name in ("jax", "torch_xla"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+def test_cpu_mesh():
+    environment = {"HOME": "/root"}
+    prepare_environment(MESH, environment)
+    assert environment == CPU | QUIET | {"HOME": "/root"}
+
+
+def test_a_log_level_of_the_users_own_is_kept():
+    environment = {"TF_CPP_MIN_LOG_LEVEL": "0"}
+    prepare_environment(MESH, environment)
+    assert environment["TF_CPP_MIN_LOG_LEVEL"] == "0"
+
+
+def test_xla_flags_are_kept_and_the_count_replaced():
+    environment = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_dump_to=/tmp/x"}
+    prepare_environment(MESH, environment)
+    assert environment["XLA_FLAGS"] == f"--xla_dump_to=/tmp/x {CPU['XLA_FLAGS']}"
+
+
+def test_tpu_mesh():
+    environment = {}
+    prepare_environment(MeshConfig(platform="tpu", fsdp=128), environment)
+    assert environment == {"PJRT_DEVICE": "TPU"} | QUIET
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("PJRT_DEVICE", "TPU"), ("CPU_NUM_DEVICES", "4"), ("JAX_PLATFORMS", "tpu")]
+)
+def test_another_setting_is_refused(name, value):
+    environment = {name: value}
+    with pytest.raises(ValueError, match=f"{name}={value} is set, but .* needs {name}={CPU[name]}"):
+        prepare_environment(MESH, environment)
+    assert environment == {name: value}
+
+
+@pytest.mark.parametrize("library", ["jax", "torch_xla"])
+def test_too_late(monkeypatch, library):
+    monkeypatch.setitem(sys.modules, library, ModuleType(library))
+    with pytest.raises(RuntimeError, match=f"{library} imported before .* without PJRT_DEVICE=CPU"):
+        prepare_environment(MESH, {})
+    prepare_environment(MESH, dict(CPU))  # already right: nothing to do
+
+
+def test_one_process_a_host():
+    refuse_several_processes({})
+    refuse_several_processes({"LOCAL_WORLD_SIZE": "1"})
+    with pytest.raises(ValueError, match=r"LOCAL_WORLD_SIZE = 4: one process a host owns all"):
+        prepare_environment(MESH, {"LOCAL_WORLD_SIZE": "4"})
+
+
+def test_torchrun_with_two_processes_ends_with_the_reason():
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "train"],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0
+    assert "error: LOCAL_WORLD_SIZE = 2: one process a host owns all" in done.stderr

@@ -1,0 +1,84 @@
+"""Attention of one layer: projections, per-head norms, rotary embedding, grouped-query softmax.
+
+Both layer types normalise queries, keys and values per head and use scores q.k with no further
+scale. Global layers have no value projection: their values are the raw key projection, before the
+key's norm and rotation, so that one rsqrt serves both norms.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from torch_gemma4.config import Gemma4Config, LayerSpec
+from torch_gemma4.execution import wide
+from torch_gemma4.linear import Linear
+from torch_gemma4.norm import RMSNorm, rms_norm, rms_norms
+from torch_gemma4.rope import apply_rope
+
+
+def visible(
+    length: int, window: int | None, segment_ids: Tensor | None, device: torch.device
+) -> Tensor:
+    """Which keys a query may read: bool [S, S], or [B, 1, 1, S, S] with `segment_ids` [B, S].
+
+    Key j is visible to query i if j <= i, i - j < window and both are of one segment. A query
+    always sees itself, so no row of scores is empty.
+    """
+    index = torch.arange(length, dtype=torch.int32, device=device)
+    distance = index[:, None] - index
+    mask = distance >= 0
+    if window is not None:
+        mask = mask & (distance < window)
+    if segment_ids is None:
+        return mask
+    same = segment_ids[:, :, None] == segment_ids[:, None, :]
+    return (mask & same)[:, None, None]
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, *, window: int | None, segment_ids: Tensor | None
+) -> Tensor:
+    """softmax(q k^T) v for q [B, S, N, H] and k, v [B, S, G, H] -> [B, S, N, H].
+
+    Query head n reads key head n // (N / G), by shape and without repeated keys. Scores and softmax
+    are at least float32 (bfloat16 scores of normed 256-wide heads overflowed elsewhere); the
+    probabilities are cast to v's dtype.
+    """
+    num_kv_heads = k.shape[2]
+    q = q.unflatten(2, (num_kv_heads, -1)).to(wide(q.dtype))  # [B, S, G, N/G, H]
+    scores = torch.einsum("bsgqh,btgh->bgqst", q, k.to(q.dtype))
+    mask = visible(q.shape[1], window, segment_ids, q.device)
+    scores = torch.where(mask, scores, float("-inf"))
+    probs = scores.softmax(dim=-1).to(v.dtype)
+    return torch.einsum("bgqst,btgh->bsgqh", probs, v).flatten(2, 3)
+
+
+class Attention(nn.Module):
+    """x [B, S, D], already normed -> [B, S, D]. Parameters: `q_proj` [N H, D], `k_proj` [G H, D],
+    `v_proj` [G H, D] unless values are keys, `o_proj` [D, N H], `q_norm` and `k_norm` [H]."""
+
+    def __init__(self, config: Gemma4Config, spec: LayerSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.eps = config.rms_norm_eps
+        query_dim = config.num_attention_heads * spec.head_dim
+        kv_dim = spec.num_kv_heads * spec.head_dim
+        dim, bias = config.hidden_size, config.attention_bias
+        self.q_proj = Linear(dim, query_dim, bias=bias)
+        self.k_proj = Linear(dim, kv_dim, bias=bias)
+        self.v_proj = None if spec.k_eq_v else Linear(dim, kv_dim, bias=bias)
+        self.o_proj = Linear(query_dim, dim, bias=bias)
+        self.q_norm = RMSNorm(spec.head_dim, self.eps)
+        self.k_norm = RMSNorm(spec.head_dim, self.eps)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segment_ids: Tensor | None) -> Tensor:
+        heads = (-1, self.spec.head_dim)
+        q = self.q_norm(self.q_proj(x).unflatten(-1, heads))
+        k = self.k_proj(x).unflatten(-1, heads)
+        if self.v_proj is None:
+            k, v = rms_norms(k, (self.k_norm.weight, None), self.eps)
+        else:
+            v = rms_norm(self.v_proj(x).unflatten(-1, heads), None, self.eps)
+            k = self.k_norm(k)
+        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        out = attend(q, k, v, window=self.spec.window, segment_ids=segment_ids)
+        return self.o_proj(out.flatten(-2))

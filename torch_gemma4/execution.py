@@ -1,0 +1,90 @@
+"""How the model runs, as against what it computes: dtypes, the loop over layers, recomputation,
+sharding. Everything here may change without changing the mathematics."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pallas_ops import OpSharding
+
+Body = Callable[[Tensor, dict[str, Tensor], tuple[Tensor, ...]], tuple[Tensor, tuple[Tensor, ...]]]
+"""One iteration: (carry, parameters of one iteration, constants) -> (carry, outputs)."""
+
+
+class LayerLoop(Protocol):
+    """Runs `body` over parameters stacked on dim 0 and stacks its outputs on dim 0.
+
+    `body` is one persistent object a model, so that a loop may cache what it traces. Constants are
+    read by every iteration and never require grad.
+    """
+
+    def __call__(
+        self, body: Body, carry: Tensor, params: dict[str, Tensor], constants: tuple[Tensor, ...]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]: ...
+
+
+def python_loop(
+    body: Body, carry: Tensor, params: dict[str, Tensor], constants: tuple[Tensor, ...]
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The LayerLoop of plain torch. `unbind` makes each gradient one stack instead of a sum of
+    zero-padded slices."""
+    outputs = []
+    for row in zip(*(stacked.unbind() for stacked in params.values()), strict=True):
+        carry, output = body(carry, dict(zip(params, row, strict=True)), constants)
+        outputs.append(output)
+    return carry, tuple(torch.stack(column) for column in zip(*outputs, strict=True))
+
+
+def keep_layout(tensor: Tensor, name: str) -> Tensor:
+    """`Execution.constrain` of one device: nothing to say about layouts."""
+    return tensor
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype for sums and transcendental functions of `dtype`: at least float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of training. Raises ValueError for a dtype that is not floating point."""
+
+    params: torch.dtype = torch.float32
+    """Of parameters, hence of gradients and of optimizer state."""
+    compute: torch.dtype = torch.bfloat16
+    """Of activations and matrix products. Norms, router, rotary embedding, attention scores and
+    losses compute in at least float32 whatever this is."""
+    reduce: torch.dtype = torch.float32
+    """Of sums of expert weight gradients over the mesh."""
+
+    def __post_init__(self) -> None:
+        for name in ("params", "compute", "reduce"):
+            value = getattr(self, name)
+            if not (isinstance(value, torch.dtype) and value.is_floating_point):
+                raise ValueError(f"{name} = {value!r}: give a floating-point torch.dtype")
+
+    @classmethod
+    def uniform(cls, dtype: torch.dtype) -> "Precision":
+        """One dtype for everything."""
+        return cls(dtype, dtype, dtype)
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a model runs. The default is plain torch on one device."""
+
+    precision: Precision = Precision()
+    """Dtypes."""
+    sharding: OpSharding | None = None
+    """How tokens and expert weights lie on the mesh; None is one device."""
+    loop: LayerLoop = python_loop
+    """Runs the layers."""
+    recompute: Callable[[Body], Body] | None = None
+    """Wraps the body of one layer so that it is computed again in backward (see `recompute_layer`);
+    None keeps activations."""
+    constrain: Callable[[Tensor, str], Tensor] = keep_layout
+    """States the layout of a tensor by its role: "hidden" [B, S, D] at each layer's entry, "table"
+    [V, D] the embedding in the compute dtype, read by the look-up and by every loss tile."""

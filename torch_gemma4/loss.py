@@ -1,0 +1,118 @@
+"""Cross entropy over the vocabulary, a tile of the sequence at a time.
+
+Logits [B, S, V] of a large vocabulary are the largest tensor of a training step, so they never
+exist whole: forward makes and drops those of one tile, backward makes them again from the kept log
+normaliser. Tiles cut the sequence and not the batch, which is what a mesh shards.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from torch_gemma4.execution import wide
+
+IGNORE_INDEX = -100
+"""Label of positions without a target, as in Hugging Face and torch."""
+
+
+class CrossEntropySums(NamedTuple):
+    """Sums over the positions whose label is not IGNORE_INDEX, scalars of at least float32."""
+
+    cross_entropy: Tensor
+    """Of -log p(label)."""
+    log_z_squared: Tensor
+    """Of (log sum exp logits)^2, for the z-loss."""
+
+
+def shift_labels(labels: Tensor) -> Tensor:
+    """labels [B, S] of the tokens themselves -> int32 [B, S], each position holding its successor's
+    and the last IGNORE_INDEX: the length stays S, so tiles stay whole."""
+    last = torch.full_like(labels[:, :1], IGNORE_INDEX)
+    return torch.cat((labels[:, 1:], last), dim=1).to(torch.int32)
+
+
+def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
+    """cap * tanh(logits / cap), or logits where cap is None."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
+
+
+def _check_tiles(length: int, num_tiles: int) -> None:
+    if length % num_tiles:
+        divisors = [n for n in range(1, length + 1) if length % n == 0]
+        raise ValueError(
+            f"num_loss_tiles = {num_tiles}: does not divide the sequence length {length}; "
+            f"use one of {', '.join(map(str, divisors))}"
+        )
+
+
+class _TiledCrossEntropy(torch.autograd.Function):
+    """`weight` is here for its gradient only: `table` is its value in the compute dtype. So tiles'
+    contributions add up in float32 and reach the parameter unrounded."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, table, labels, cap, num_tiles):
+        tiles, log_zs = [], []
+        for h, y in zip(hidden.chunk(num_tiles, 1), labels.chunk(num_tiles, 1), strict=True):
+            logits = soft_cap(F.linear(h, table).to(wide(h.dtype)), cap)
+            log_z = logits.logsumexp(-1)
+            log_zs.append(log_z)
+            at_label = torch.where(_one_hot(y, logits), logits, 0.0).sum(-1)
+            valid = y != IGNORE_INDEX
+            tiles.append(
+                (
+                    torch.where(valid, log_z - at_label, 0.0).sum(),
+                    torch.where(valid, log_z.square(), 0.0).sum(),
+                )
+            )
+        ctx.save_for_backward(hidden, table, labels, torch.cat(log_zs, 1))
+        ctx.cap, ctx.num_tiles, ctx.weight_dtype = cap, num_tiles, weight.dtype
+        return tuple(torch.stack(column).sum() for column in zip(*tiles, strict=True))
+
+    @staticmethod
+    def backward(ctx, grad_cross_entropy, grad_log_z_squared):
+        hidden, table, labels, log_z = ctx.saved_tensors
+        grad_hidden, grad_table = [], torch.zeros_like(table, dtype=log_z.dtype)
+        tiles = (tensor.chunk(ctx.num_tiles, 1) for tensor in (hidden, labels, log_z))
+        for h, y, z in zip(*tiles, strict=True):
+            raw = F.linear(h, table).to(z.dtype)
+            logits, z = soft_cap(raw, ctx.cap), z[..., None]
+            grad = (logits - z).exp() * (grad_cross_entropy + 2 * z * grad_log_z_squared)
+            grad = torch.where(_one_hot(y, logits), grad - grad_cross_entropy, grad)
+            if ctx.cap is not None:
+                grad = grad * (1 - (logits / ctx.cap).square())
+            grad = torch.where(y[..., None] != IGNORE_INDEX, grad, 0.0).to(table.dtype)
+            grad_hidden.append(grad @ table)
+            grad_table = grad_table + torch.einsum("bsv,bsd->vd", grad, h).to(log_z.dtype)
+        grad_hidden = torch.cat(grad_hidden, 1)
+        return grad_hidden, grad_table.to(ctx.weight_dtype), None, None, None, None
+
+
+def _one_hot(labels: Tensor, logits: Tensor) -> Tensor:
+    """bool [B, s, V]: a comparison the compiler fuses, where a gather would be serial."""
+    index = torch.arange(logits.shape[-1], dtype=labels.dtype, device=labels.device)
+    return labels[..., None] == index
+
+
+def tiled_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    table: Tensor,
+    labels: Tensor,
+    *,
+    softcap: float | None,
+    num_tiles: int,
+) -> CrossEntropySums:
+    """Summed losses of soft_cap(hidden table^T) against `labels`, tile by tile.
+
+    hidden [B, S, D]; weight [V, D] is the parameter that gets the gradient, summed over tiles in at
+    least float32; table is the same in hidden's dtype, without gradient; labels [B, S] as they are
+    to be predicted (see `shift_labels`). Divide the sums by a count of labels, the global one where
+    the batch is spread or accumulated. Nothing valid: zero sums and zero gradients.
+
+    Raises ValueError unless num_tiles divides S.
+    """
+    _check_tiles(hidden.shape[1], num_tiles)
+    sums = _TiledCrossEntropy.apply(hidden, weight, table, labels, softcap, num_tiles)
+    return CrossEntropySums(*sums)

@@ -1,0 +1,1 @@
+"""Pre-training of Gemma 4 on a device mesh: `python -m train --help`."""

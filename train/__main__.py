@@ -1,0 +1,138 @@
+"""`python -m train [run | info]`: the command line."""
+
+import sys
+from argparse import ArgumentParser
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from inspect import cleandoc
+from pathlib import Path
+from textwrap import fill
+from traceback import extract_tb
+from typing import Annotated, Literal, TypeVar
+
+import tyro
+
+from train.config import RunConfig
+from train.presets import PRESETS
+
+PresetName = Literal[tuple(PRESETS)]  # type: ignore[valid-type]
+Config = Annotated[RunConfig, tyro.conf.arg(name="")]  # options carry no "config." in front
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Trains Gemma 4 from scratch on text, on a mesh of devices.
+
+      python -m train                                       2 cores, a few minutes, no download
+      python -m train --data.path ~/books --steps 1000      your own text
+      python -m train --preset gemma4_26b_a4b               on every host of a v6e-128 slice
+      python -m train info --help                           what a run needs, without running it
+
+    Progress is on the terminal, and in runs/NAME: config.json, metrics.jsonl (one object a step)
+    and TensorBoard scalars. A NAME already there gets -2 behind it. Training ends with held-out
+    loss and a text sample.
+    """
+
+    preset: PresetName
+    """Where every other option has its default from; choose it first."""
+    config: Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Info:
+    """Tells what a run needs, from its configuration alone: no device, no training.
+
+      python -m train info                                  the default preset
+      python -m train info --preset gemma4_26b_a4b          parameters, FLOPs, bytes, sharding
+      python -m train info --preset gemma4_26b_a4b --mesh.fsdp 64 --data.batch_size 128 --json
+
+    It imports no torch_xla and needs no TPU, whatever the mesh.
+    """
+
+    preset: PresetName
+    """Where every other option has its default from; choose it first."""
+    json: bool = False
+    """Plain JSON in place of tables."""
+    config: Config
+
+
+COMMANDS = {"run": Run, "info": Info}
+Command = TypeVar("Command", Run, Info)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Runs the command in `arguments` (those after the program's name); `run` if they name none.
+    Exits with status 2 and one message for input that cannot be used."""
+    arguments = list(arguments)
+    name = arguments.pop(0) if arguments and not arguments[0].startswith("-") else "run"
+    with _input_errors():
+        if name not in COMMANDS:
+            raise ValueError(_unknown_command(name))
+        command = parse(COMMANDS[name], arguments)
+        # Imported late: a command pays for what it uses, and nothing reads the environment early.
+        match command:
+            case Run(config=config):
+                from train.loop import run
+
+                run(config)
+            case Info(config=config, json=as_json):
+                from train.info import print_info
+
+                print_info(config, as_json=as_json)
+
+
+def parse(command: type[Command], arguments: Sequence[str]) -> Command:
+    """Options over their preset. A wrong one ends the program with what is wrong with it (tyro)."""
+    chooser = ArgumentParser(add_help=False, allow_abbrev=False)
+    chooser.add_argument("--preset", default=next(iter(PRESETS)))
+    preset = chooser.parse_known_args(arguments)[0].preset
+    # A name that is no preset is left for tyro to refuse.
+    config = PRESETS.get(preset, next(iter(PRESETS.values())))()
+    name = next(name for name, known in COMMANDS.items() if known is command)
+    return tyro.cli(
+        command,
+        prog=f"python -m train {name}",
+        args=arguments,
+        description=f"{cleandoc(command.__doc__)}\n\nPresets:\n{_preset_list()}",
+        use_underscores=True,
+        default=command(preset=preset if preset in PRESETS else config.name, config=config),
+    )
+
+
+def _preset_list() -> str:
+    lines = (f"{name}: {cleandoc(preset.__doc__)}" for name, preset in PRESETS.items())
+    return "\n".join(
+        fill(line, 88, initial_indent="  ", subsequent_indent="    ") for line in lines
+    )
+
+
+def _unknown_command(name: str) -> str:
+    if name in PRESETS:
+        return f"{name} is a preset: python -m train --preset {name}"
+    close = get_close_matches(name, COMMANDS, n=1)
+    guess = f"did you mean {close[0]}? " if close else ""
+    return (
+        f"no command {name!r}: {guess}There are {', '.join(COMMANDS)}; see python -m train --help"
+    )
+
+
+@contextmanager
+def _input_errors() -> Iterator[None]:
+    """A ValueError that our own code raises is for whoever typed the command, and is told without
+    a traceback. One that comes out of a library is a defect, and keeps it."""
+    try:
+        yield
+    except ValueError as error:
+        raised_in = Path(extract_tb(error.__traceback__)[-1].filename)
+        ours = Path(__file__).parent.parent
+        packages = [ours / name for name in ("train", "torch_gemma4", "pallas_ops")]
+        if not any(raised_in.is_relative_to(package) for package in packages):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,60 @@
+"""From a config to a placed model: execution, parameters on the mesh, initial values."""
+
+from __future__ import annotations
+
+import functools
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+import torch
+import torch_xla.core.xla_model as xm
+from torch import Tensor
+
+from torch_gemma4.execution import Execution, Precision, python_loop
+from torch_gemma4.init import init_parameters
+from torch_gemma4.model import Gemma4ForCausalLM
+from torch_gemma4.recompute import recompute_layer
+from train.sharding import RULES
+from train.xla_loop import XlaLoop
+
+if TYPE_CHECKING:
+    from train.config import RunConfig
+    from train.mesh import DeviceMesh
+
+
+def build_execution(config: RunConfig, mesh: DeviceMesh) -> Execution:
+    """How the model runs on this mesh."""
+    recompute = None
+    if config.recompute:
+        barrier = xm.optimization_barrier_ if config.layers == "loop" else None
+        recompute = functools.partial(recompute_layer, barrier=barrier)
+    return Execution(
+        precision=Precision(
+            compute=getattr(torch, config.precision.compute),
+            reduce=getattr(torch, config.precision.reduce),
+        ),
+        sharding=mesh.op_sharding(config.model),
+        loop=XlaLoop(mesh.annotate_parameter) if config.layers == "scan" else python_loop,
+        recompute=recompute,
+        constrain=mesh.constrain,
+    )
+
+
+def build_model(config: RunConfig, mesh: DeviceMesh) -> Gemma4ForCausalLM:
+    """The model with its initial parameters, each on the mesh as its rule says."""
+    model = Gemma4ForCausalLM(config.model, build_execution(config, mesh))
+    init_parameters(model, config.seed)
+    mesh.place_module(model)
+    return model
+
+
+def decays(name: str) -> bool:
+    """Whether weight decay applies to parameter `name`: to matrices, which are what the sharding
+    rules split."""
+    return any(rule.dims and fnmatchcase(name, rule.pattern) for rule in RULES)
+
+
+def sharded_zeros(mesh: DeviceMesh, name: str, like: Tensor) -> Tensor:
+    """Zeros that lie as parameter `name` does, made on the devices."""
+    zeros = torch.zeros(like.shape, dtype=torch.float32, device=mesh.device)
+    return mesh.annotate_parameter(name, zeros)

@@ -1,0 +1,254 @@
+"""A run, as data: what is trained, on what, where and how.
+
+`RunConfig` is everything `python -m train` reads; nothing is read from the environment. Each
+field is a command-line option of the same dotted name. Presets (`train.presets`) are functions
+that return one. Every class raises ValueError naming field, value and remedy.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from torch_gemma4.config import Gemma4Config
+from train.data.tokenizer import ByteTokenizer
+
+
+def _require(holds: bool, name: str, value: object, remedy: str) -> None:
+    if not holds:
+        raise ValueError(f"{name} = {value!r}: {remedy}")
+
+
+def _require_at_least(least: int, name: str, value: float) -> None:
+    _require(value >= least, name, value, f"give at least {least}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Devices and the axes they form. Both axes split the batch; `fsdp` splits the weights too."""
+
+    platform: Literal["cpu", "tpu"] = "cpu"
+    """cpu makes data * fsdp virtual devices in this process; tpu uses the chips of the slice."""
+    fsdp: int = 4
+    """Devices over which every weight and its optimizer state are sharded."""
+    data: int = 1
+    """Replicas of that, for more than one slice."""
+
+    def __post_init__(self) -> None:
+        for name in ("fsdp", "data"):
+            _require_at_least(1, f"mesh.{name}", getattr(self, name))
+        _require(
+            self.platform == "tpu" or self.num_devices < 128,
+            "mesh.fsdp * mesh.data",
+            self.num_devices,
+            "a CPU process runs no backward pass with 128 virtual devices or more (the autograd "
+            "engine counts them in 8 bits); give fewer, or --mesh.platform tpu",
+        )
+
+    @property
+    def num_devices(self) -> int:
+        """All devices of the mesh."""
+        return self.data * self.fsdp
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """(name, size) of each axis, outermost first."""
+        return (("data", self.data), ("fsdp", self.fsdp))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrecisionConfig:
+    """Parameters and optimizer state are always float32."""
+
+    compute: Literal["float32", "bfloat16"] = "bfloat16"
+    """Activations, and the weights as they enter a matrix product."""
+    reduce: Literal["float32", "bfloat16"] = "float32"
+    """Weight gradients while they are summed over the mesh."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Text files, tokenised as bytes and packed into sequences (see `train.data`)."""
+
+    path: tuple[str, ...] = ()
+    """Files and folders to train on; none: the Python standard library's own source."""
+    pattern: tuple[str, ...] = ("*.py", "*.txt", "*.md")
+    """Names of the files to take from a folder, at any depth. A file in `path` is always taken."""
+    skip: tuple[str, ...] = ("site-packages", "dist-packages", "test", "tests", "idle_test")
+    """Names of sub-folders to leave out, besides hidden ones."""
+    max_bytes: int = 2**30
+    """Refuse more text than this: it is held in memory, one byte a token."""
+    sequence_length: int = 128
+    """S, tokens of one packed sequence."""
+    batch_size: int = 32
+    """B, sequences of one step over the whole mesh."""
+    eval_fraction: float = 0.05
+    """Share of the files held out of training, chosen by the hash of their content; 0: none."""
+    seed: int = 0
+    """Order of the sequences. Batch i depends on nothing but the text, this and i."""
+    prefetch: int = 8
+    """Batches made ahead of the step."""
+
+    def __post_init__(self) -> None:
+        _require_at_least(2, "data.sequence_length", self.sequence_length)
+        for name in ("batch_size", "prefetch", "max_bytes"):
+            _require_at_least(1, f"data.{name}", getattr(self, name))
+        _require(
+            0 <= self.eval_fraction < 1,
+            "data.eval_fraction",
+            self.eval_fraction,
+            "give a share of at least 0 and below 1",
+        )
+        _require(
+            0 <= self.seed < 2**32, "data.seed", self.seed, "give a whole number below 2 ** 32"
+        )
+        _require(len(self.pattern) > 0, "data.pattern", self.pattern, "give one, such as '*.txt'")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """AdamW with linear warm-up; weight decay touches no 1-D parameter."""
+
+    learning_rate: float = 3e-3
+    """At its peak, after warm-up."""
+    warmup_steps: int = 20
+    """Steps over which it rises from zero."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """From the end of warm-up to the last step."""
+    min_lr_ratio: float = 0.1
+    """Where cosine ends, as a share of the peak."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of the first and second moment."""
+    eps: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.1
+    """Decoupled: the parameter shrinks by learning rate times this each step."""
+    clip_norm: float = 1.0
+    """Gradients are scaled down to this global norm."""
+
+    def __post_init__(self) -> None:
+        for name in ("learning_rate", "eps", "clip_norm"):
+            value = getattr(self, name)
+            _require(value > 0, f"optim.{name}", value, "give a positive number")
+        for name in ("warmup_steps", "weight_decay"):
+            _require_at_least(0, f"optim.{name}", getattr(self, name))
+        ratio = self.min_lr_ratio
+        _require(0 <= ratio <= 1, "optim.min_lr_ratio", ratio, "give a share between 0 and 1")
+        for beta in self.betas:
+            _require(0 <= beta < 1, "optim.betas", self.betas, "give two decays in [0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Loss on held-out text, always on the same batches; also after the last step."""
+
+    every: int = 100
+    """Steps between two evaluations; 0: none at all."""
+    batches: int = 4
+    """Batches of the training shape (fewer where the held-out text has fewer)."""
+
+    def __post_init__(self) -> None:
+        _require_at_least(0, "eval.every", self.every)
+        _require_at_least(1, "eval.batches", self.batches)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleConfig:
+    """Text written by the model when training ends."""
+
+    prompt: str = "def "
+    """How it begins."""
+    length: int = 200
+    """Tokens to add; 0: no sample."""
+    temperature: float = 0.7
+    """Of the softmax tokens are drawn from; 0 takes the likeliest."""
+
+    def __post_init__(self) -> None:
+        _require_at_least(0, "sample.length", self.length)
+        _require_at_least(0, "sample.temperature", self.temperature)
+        _require(len(self.prompt) > 0, "sample.prompt", self.prompt, "give at least a character")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """Where metrics go. A run never writes into an existing folder: the second run of a name
+    gets `-2` behind it, and so on."""
+
+    dir: str = "runs"
+    """Folder that holds one folder a run."""
+    every: int = 10
+    """Steps between two printed lines where there is no terminal (metrics.jsonl has all)."""
+    tensorboard: bool = True
+    """Write TensorBoard scalars beside metrics.jsonl."""
+
+    def __post_init__(self) -> None:
+        _require_at_least(1, "log.every", self.every)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """One training run. Checks here what depends on more than one part."""
+
+    name: str
+    """Folder of the run under log.dir."""
+    steps: int
+    """Optimizer steps."""
+    seed: int = 0
+    """Initial parameters and the sample's draws."""
+    layers: Literal["loop", "scan"] = "scan"
+    """scan compiles one layer of a kind and runs it as a device loop; loop unrolls them all."""
+    recompute: bool = False
+    """Keep only layer inputs for the backward pass and run each layer again there."""
+    mesh: MeshConfig = MeshConfig()
+    """Devices."""
+    precision: PrecisionConfig = PrecisionConfig()
+    """Dtypes."""
+    data: DataConfig = DataConfig()
+    """Text."""
+    optim: OptimConfig = OptimConfig()
+    """Optimizer and schedule."""
+    eval: EvalConfig = EvalConfig()
+    """Held-out loss."""
+    sample: SampleConfig = SampleConfig()
+    """Generated text."""
+    log: LogConfig = LogConfig()
+    """Metrics."""
+    model: Gemma4Config
+    """What is trained."""
+
+    def __post_init__(self) -> None:
+        _require_at_least(1, "steps", self.steps)
+        _require(
+            self.name not in ("", ".", "..") and "/" not in self.name,
+            "name",
+            self.name,
+            "it names a folder under log.dir: give a plain name, and the place as --log.dir",
+        )
+        _require(
+            self.optim.warmup_steps < self.steps,
+            "optim.warmup_steps",
+            self.optim.warmup_steps,
+            f"training ends after steps = {self.steps}: give fewer, or more steps",
+        )
+        _require(
+            self.data.batch_size % self.mesh.num_devices == 0,
+            "data.batch_size",
+            self.data.batch_size,
+            f"give a multiple of mesh.data * mesh.fsdp = {self.mesh.num_devices}: "
+            "every device takes the same number of sequences",
+        )
+        _require(
+            self.data.sequence_length % self.model.num_loss_tiles == 0,
+            "data.sequence_length",
+            self.data.sequence_length,
+            f"give a multiple of model.num_loss_tiles = {self.model.num_loss_tiles}",
+        )
+        _require(
+            self.model.vocab_size >= ByteTokenizer.vocab_size,
+            "model.vocab_size",
+            self.model.vocab_size,
+            f"the byte tokenizer has {ByteTokenizer.vocab_size} ids: give at least that",
+        )
+
+    def to_json(self) -> str:
+        """Every field, indented; written as config.json into the run's folder."""
+        return json.dumps(asdict(self), indent=2)

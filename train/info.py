@@ -1,0 +1,130 @@
+"""What a run needs, by arithmetic: parameters, FLOPs, bytes and the sharding of every parameter.
+
+No device and no torch_xla: any configuration can be looked at on any machine.
+"""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from torch_gemma4.accounting import parameter_table, state_bytes, training_flops
+from train.config import RunConfig
+
+_COMPUTE_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def collect_info(config: RunConfig) -> dict[str, Any]:
+    """Everything `info` shows, as JSON values. Counts are exact; bytes and FLOPs are of one chip,
+    FLOPs of one optimizer step (see `torch_gemma4.accounting` for what they count)."""
+    from train.sharding import sharding_table
+
+    flops = training_flops(
+        config.model,
+        sequence_length=config.data.sequence_length,
+        sequences_per_chip=config.data.batch_size // config.mesh.num_devices,
+    )
+    # State is sharded over fsdp and repeated over data.
+    state = state_bytes(
+        config.model, config.mesh.fsdp, compute_bytes=_COMPUTE_BYTES[config.precision.compute]
+    )
+    return {
+        "name": config.name,
+        "mesh": dict(config.mesh.axes),
+        "tokens_per_step": config.data.batch_size * config.data.sequence_length,
+        "parameters": {
+            row.part: {"total": row.total, "active": row.active}
+            for row in parameter_table(config.model)
+        },
+        "flops_per_chip": {
+            **{
+                part.part: {"forward": part.forward, "training": part.training}
+                for part in flops.parts
+            },
+            "total": {"forward": flops.forward, "training": flops.training},
+        },
+        "bytes_per_chip": {**asdict(state), "persistent": state.persistent},
+        "sharding": [asdict(row) for row in sharding_table(config.model, config.mesh)],
+    }
+
+
+def print_info(config: RunConfig, *, as_json: bool = False, console: Console | None = None) -> None:
+    """Prints `collect_info` as tables, or as JSON alone."""
+    info = collect_info(config)
+    if as_json:
+        print(json.dumps(info, indent=2))
+        return
+    console = console or Console()
+    axes = " x ".join(f"{name} {size}" for name, size in info["mesh"].items())
+    console.print(
+        f"{info['name']}: mesh {axes}, {info['tokens_per_step']:,} tokens a step", highlight=False
+    )
+    tables = (
+        _table(
+            "Parameters",
+            ("", "total", "active a token"),
+            [
+                (part, f"{row['total']:,}", f"{row['active']:,}")
+                for part, row in info["parameters"].items()
+            ],
+        ),
+        _table(
+            "TFLOP of a step on one chip",
+            ("", "forward", "forward + backward"),
+            [
+                (part, f"{row['forward'] / 1e12:,.3f}", f"{row['training'] / 1e12:,.3f}")
+                for part, row in info["flops_per_chip"].items()
+            ],
+        ),
+        _table(
+            "State of one chip",
+            ("", "bytes"),
+            [
+                (name.replace("_", " "), _bytes(size))
+                for name, size in info["bytes_per_chip"].items()
+            ],
+        ),
+        _table(
+            "Sharding, by the rules in train/sharding.py",
+            ("parameter", "shape (axis)", "a chip"),
+            [
+                (
+                    row["parameter"],
+                    _layout(row["shape"], row["spec"]),
+                    _bytes(row["bytes_per_chip"]),
+                )
+                for row in info["sharding"]
+            ],
+        ),
+    )
+    for table in tables:
+        console.print(table)
+
+
+def _table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
+    table.padding, table.pad_edge = (0, 1, 0, 0), False  # so that names fit into 80 columns
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row, style="bold" if row[0] == "total" else None)
+    return table
+
+
+def _layout(shape: tuple[int, ...], spec: tuple[str | None, ...]) -> str:
+    """Such as 5x5x128(fsdp)x704x2816."""
+    return "x".join(
+        str(size) if axis is None else f"{size}({axis})"
+        for size, axis in zip(shape, spec, strict=True)
+    )
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.4g} {unit}"
+        size /= 1000
+    return f"{size:,.2f} GB"

@@ -1,0 +1,76 @@
+"""The process before any device exists: the one place that touches environment variables.
+
+torch_xla and jax read theirs when they are imported or first used, so the mesh of a typed config
+has to be written there first. One process a host owns all of its devices (SPMD): on a TPU slice
+the same command runs on every host, and the hosts find each other by the slice's metadata.
+"""
+
+import os
+import sys
+from collections.abc import MutableMapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from train.config import MeshConfig
+
+_DEVICE_COUNT = "--xla_force_host_platform_device_count"
+
+
+def prepare_environment(
+    mesh: "MeshConfig", environment: MutableMapping[str, str] = os.environ
+) -> None:
+    """Sets what torch_xla and jax read, for `mesh`. Call it before either is imported.
+
+    cpu: PJRT_DEVICE=CPU, CPU_NUM_DEVICES (torch_xla's virtual devices), the same count in
+    XLA_FLAGS (jax's, which must agree for kernels under SPMD), JAX_PLATFORMS=cpu.
+    tpu: PJRT_DEVICE=TPU.
+    both: TF_CPP_MIN_LOG_LEVEL=2 (errors of XLA's C++ alone), unless it is set.
+
+    Raises ValueError for more than one process on this host, and for a variable that is already
+    set to something else; RuntimeError if a library that reads them has been imported too soon.
+    """
+    refuse_several_processes(environment)
+    wanted = _variables(mesh, environment.get("XLA_FLAGS", ""))
+    for name, value in wanted.items():
+        present = environment.get(name)
+        if name != "XLA_FLAGS" and present not in (None, value):
+            raise ValueError(
+                f"{name}={present} is set, but mesh.platform = {mesh.platform!r} with "
+                f"{mesh.num_devices} device(s) needs {name}={value}: unset it, or change the mesh "
+                "(--mesh.platform, --mesh.fsdp, --mesh.data)"
+            )
+    missing = {name: value for name, value in wanted.items() if environment.get(name) != value}
+    imported = [name for name in ("torch_xla", "jax") if name in sys.modules]
+    if missing and imported:
+        raise RuntimeError(
+            f"{' and '.join(imported)} imported before the environment was prepared, without "
+            + ", ".join(f"{name}={value}" for name, value in missing.items())
+            + ": call train.launch.prepare_environment first, or start a new process"
+        )
+    environment.update(missing)
+    # XLA otherwise prints a warning a compilation: that its partitioner is to be replaced one day.
+    environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+
+def refuse_several_processes(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Raises ValueError if a launcher (torchrun) started more than one process on this host."""
+    processes = environment.get("LOCAL_WORLD_SIZE", "1")
+    if int(processes) > 1:
+        raise ValueError(
+            f"LOCAL_WORLD_SIZE = {processes}: one process a host owns all of its devices under "
+            "SPMD, and a second one would wait for them forever. Use torchrun --nproc_per_node=1, "
+            "or no launcher at all"
+        )
+
+
+def _variables(mesh: "MeshConfig", xla_flags: str) -> dict[str, str]:
+    if mesh.platform == "tpu":
+        return {"PJRT_DEVICE": "TPU"}
+    count = str(mesh.num_devices)
+    others = [flag for flag in xla_flags.split() if flag.split("=")[0] != _DEVICE_COUNT]
+    return {
+        "PJRT_DEVICE": "CPU",
+        "CPU_NUM_DEVICES": count,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": " ".join([*others, f"{_DEVICE_COUNT}={count}"]),
+    }

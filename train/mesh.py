@@ -1,0 +1,120 @@
+"""The device mesh, and the three things done with it: place tensors, state layouts, run ops on it.
+
+One process a host owns all its devices; the mesh spans all hosts. Device order is the runtime's, 0,
+1, 2, ..., which is also what the kernels' shard_map assumes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch_xla
+import torch_xla.core.xla_model as xm
+import torch_xla.distributed.spmd as xs
+import torch_xla.runtime as xr
+from torch import Tensor, nn
+
+from pallas_ops import OpSharding
+from train.sharding import ROW_AXES, WEIGHT_AXIS, Spec, expert_weight_dim, parameter_spec
+
+if TYPE_CHECKING:
+    from torch_gemma4.config import Gemma4Config
+    from train.config import MeshConfig
+
+
+class DeviceMesh:
+    """The mesh of a run. Call `train.launch.prepare_environment` first.
+
+    Raises ValueError if the runtime has another number of devices than the config's mesh.
+    """
+
+    def __init__(self, config: MeshConfig) -> None:
+        xr.use_spmd()
+        # The autograd engine sizes its queues by the client's devices at the process's first
+        # backward.
+        self.device = torch_xla.device()
+        available = xr.global_runtime_device_count()
+        if available != config.num_devices:
+            raise ValueError(
+                f"mesh.data * mesh.fsdp = {config.data} * {config.fsdp} = {config.num_devices}, "
+                f"but the {xr.device_type()} runtime has {available} devices: make them equal"
+            )
+        self.config = config
+        axes, sizes = zip(*config.axes, strict=True)
+        self.xla_mesh = xs.Mesh(np.arange(available), sizes, axes)
+
+    @property
+    def num_row_shards(self) -> int:
+        """Pieces that the batch is cut into."""
+        return self.config.num_devices
+
+    def op_sharding(self, model: Gemma4Config) -> OpSharding:
+        """The layout that the model's kernels run with."""
+        return OpSharding(
+            mesh=self.config.axes,
+            row_axes=ROW_AXES,
+            weight_axis=WEIGHT_AXIS,
+            weight_dim=expert_weight_dim(model, self.config.fsdp)
+            if model.enable_moe_block
+            else None,
+        )
+
+    def place(self, tensor: Tensor, spec: Spec) -> Tensor:
+        """A CPU tensor as an XLA tensor that lies as `spec` says; only shards travel."""
+        sharding = xs.ShardingSpec(self.xla_mesh, spec)
+        return xm.send_cpu_data_to_device([tensor.contiguous()], self.device, sharding)[0]
+
+    def place_batch(self, batch: dict[str, np.ndarray]) -> dict[str, Tensor]:
+        """Arrays [B, ...] as XLA tensors split by rows."""
+        return {
+            name: self.place(torch.from_numpy(array), (ROW_AXES, *[None] * (array.ndim - 1)))
+            for name, array in batch.items()
+        }
+
+    def annotate(self, tensor: Tensor, spec: Spec) -> Tensor:
+        """States, in place, how a value of the lazy graph lies; returns it."""
+        torch_xla._XLAC._xla_annotate_custom_sharding(tensor, self.xla_mesh.get_op_sharding(spec))
+        return tensor
+
+    def annotate_parameter(self, name: str, tensor: Tensor) -> Tensor:
+        """States that a value shaped as parameter `name`, or as one layer of it, lies as it is
+        stored."""
+        return self.annotate(tensor, self.parameter_spec(name, tensor))
+
+    def parameter_spec(self, name: str, tensor: Tensor) -> Spec:
+        """The stored layout of parameter `name`."""
+        return parameter_spec(name, tuple(tensor.shape), self.config.fsdp)
+
+    def constrain(self, tensor: Tensor, role: str) -> Tensor:
+        """The model's layout hook (`Execution.constrain`): activations split by rows, forward and
+        backward; the embedding table whole on every device, gathered once in the compute dtype."""
+        if role == "table":
+            return _Constrain.apply(tensor, self, (None,) * tensor.ndim)
+        return _Constrain.apply(tensor, self, (ROW_AXES, *[None] * (tensor.ndim - 1)))
+
+    def place_module(self, module: nn.Module) -> None:
+        """Moves the parameters of a CPU module onto the mesh, each as its rule says."""
+        for name, parameter in list(module.named_parameters()):
+            placed = self.place(parameter.data, self.parameter_spec(name, parameter))
+            owner, _, own_name = name.rpartition(".")
+            setattr(
+                module.get_submodule(owner),
+                own_name,
+                nn.Parameter(placed, requires_grad=parameter.requires_grad),
+            )
+
+
+class _Constrain(torch.autograd.Function):
+    """Annotates a value and its gradient with one layout."""
+
+    @staticmethod
+    def forward(ctx, tensor, mesh, spec):
+        ctx.mesh, ctx.spec = mesh, spec
+        # Not the argument itself: an annotation on a graph input would replace the input.
+        return mesh.annotate(tensor * 1, spec)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.mesh.annotate(grad * 1, ctx.spec), None, None

@@ -1,0 +1,98 @@
+"""AdamW, the learning-rate schedule and clipping, on device tensors: nothing here reads a value
+back.
+
+The step count and the learning rate are tensors, so no step compiles anew.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from train.config import OptimConfig
+
+
+def learning_rate(step: Tensor, config: OptimConfig, num_steps: int) -> Tensor:
+    """The rate of optimizer step `step` (a scalar tensor, 1, 2, ..., num_steps), as a float32
+    scalar.
+
+    Linear warm-up from 0, reaching the peak at step warmup_steps; then constant, or half a cosine
+    down to min_lr_ratio of the peak at num_steps.
+    """
+    step = step.to(torch.float32)
+    peak, warmup = config.learning_rate, config.warmup_steps
+    rise = (step / max(1, warmup)).clamp(max=1.0)
+    if config.schedule == "constant":
+        return peak * rise
+    progress = ((step - warmup) / max(1, num_steps - warmup)).clamp(0.0, 1.0)
+    fall = 0.5 * (1 + torch.cos(math.pi * progress))
+    return peak * rise * (config.min_lr_ratio + (1 - config.min_lr_ratio) * fall)
+
+
+def clip_by_global_norm(grads: list[Tensor], max_norm: float) -> Tensor:
+    """Scales `grads` in place so that their joint norm is at most `max_norm`; returns the norm
+    before, fp32.
+
+    Squares are summed in float32 whatever the gradients' dtype. (torch_xla's own clip_grad_norm_
+    sums in it.)
+    """
+    squares = torch.stack([grad.to(torch.float32).square().sum() for grad in grads])
+    norm = squares.sum().sqrt()
+    scale = (max_norm / norm.clamp(min=1e-12)).clamp(max=1.0)
+    for grad in grads:
+        grad.mul_(scale.to(grad.dtype))
+    return norm
+
+
+class AdamW:
+    """AdamW with fp32 moments (Loshchilov and Hutter, https://arxiv.org/abs/1711.05101).
+
+    Decoupled weight decay applies to matrices only: not to norms, biases, scales and scalars. Which
+    those are is said by `decays(name)`, since a stacked scale is not 1-D any more. State exists
+    from construction, so the first step compiles the same program as all others.
+    """
+
+    def __init__(
+        self,
+        parameters: dict[str, nn.Parameter],
+        config: OptimConfig,
+        num_steps: int,
+        *,
+        decays: Callable[[str], bool],
+        zeros_like: Callable[[str, Tensor], Tensor] = lambda name, like: torch.zeros_like(like),
+    ) -> None:
+        """`zeros_like(name, parameter)` makes a moment: on a mesh, one that lies as the parameter
+        does."""
+        self.config, self.num_steps = config, num_steps
+        self.parameters = {n: p for n, p in parameters.items() if p.requires_grad}
+        self.decays = {name: decays(name) for name in self.parameters}
+        with torch.no_grad():
+            self.exp_avg = {n: zeros_like(n, p) for n, p in self.parameters.items()}
+            self.exp_avg_sq = {n: zeros_like(n, p) for n, p in self.parameters.items()}
+            device = next(iter(self.parameters.values())).device
+            self.num_updates = torch.zeros((), dtype=torch.int32, device=device)
+
+    @torch.no_grad()
+    def step(self) -> Tensor:
+        """Updates the parameters in place from their `.grad`; returns the learning rate used."""
+        config = self.config
+        beta1, beta2 = config.betas
+        self.num_updates += 1
+        rate = learning_rate(self.num_updates, config, self.num_steps)
+        count = self.num_updates.to(torch.float32)
+        correction1, correction2 = 1 - torch.pow(beta1, count), 1 - torch.pow(beta2, count)
+        for name, parameter in self.parameters.items():
+            grad = parameter.grad.to(torch.float32)
+            exp_avg, exp_avg_sq = self.exp_avg[name], self.exp_avg_sq[name]
+            exp_avg.mul_(beta1).add_(grad * (1 - beta1))
+            exp_avg_sq.mul_(beta2).add_(grad.square() * (1 - beta2))
+            update = (exp_avg / correction1) / ((exp_avg_sq / correction2).sqrt() + config.eps)
+            if self.decays[name]:
+                update = update + config.weight_decay * parameter
+            parameter.sub_(rate * update)
+        return rate

@@ -1,0 +1,83 @@
+"""The compiled steps: what one call of training, evaluation and sampling is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch_xla
+from torch import Tensor
+
+from train.optim import clip_by_global_norm
+
+if TYPE_CHECKING:
+    from torch_gemma4.model import Gemma4ForCausalLM
+    from train.mesh import DeviceMesh
+    from train.optim import AdamW
+
+Batch = dict[str, Tensor]
+"""input_ids, labels, segment_ids: int32 [B, S]."""
+
+
+def make_train_step(
+    model: Gemma4ForCausalLM, optimizer: AdamW, mesh: DeviceMesh
+) -> Callable[[Batch], dict[str, Tensor]]:
+    """The training step: batch -> metrics as device tensors. One graph, compiled once."""
+    parameters = optimizer.parameters
+
+    def train_step(batch: Batch) -> dict[str, Tensor]:
+        output = model.loss(**batch)
+        output.loss.backward()
+        grads = [mesh.annotate_parameter(name, p.grad) for name, p in parameters.items()]
+        grad_norm = clip_by_global_norm(grads, optimizer.config.clip_norm)
+        rate = optimizer.step()
+        _pin_state(optimizer, mesh)
+        metrics = {"grad_norm": grad_norm, "learning_rate": rate, **_reported(output)}
+        for parameter in parameters.values():
+            parameter.grad = None
+        return metrics
+
+    return torch_xla.compile(train_step, full_graph=True, name="train_step")
+
+
+def make_eval_step(model: Gemma4ForCausalLM) -> Callable[[Batch], dict[str, Tensor]]:
+    """The held-out loss of a batch: cross entropy (mean over valid tokens) and how many those
+    are."""
+
+    def eval_step(batch: Batch) -> dict[str, Tensor]:
+        with torch.no_grad():
+            output = model.loss(**batch)
+        return {"loss": output.cross_entropy, "num_valid": output.num_valid}
+
+    return torch_xla.compile(eval_step, full_graph=True, name="eval_step")
+
+
+def make_logits_step(
+    model: Gemma4ForCausalLM, mesh: DeviceMesh
+) -> Callable[[Tensor, Tensor], Tensor]:
+    """Logits [B, V] of the last position of input_ids [B, S] under segment_ids [B, S]."""
+
+    def logits_step(input_ids: Tensor, segment_ids: Tensor) -> Tensor:
+        with torch.no_grad():
+            hidden, _ = model(input_ids, segment_ids=segment_ids)
+            logits = model.logits(hidden[:, -1:])[:, 0]
+        # Whole on every device: reading a split value back would run a gathering program of its
+        # own.
+        return mesh.annotate(logits, (None, None))
+
+    return torch_xla.compile(logits_step, full_graph=True, name="logits_step")
+
+
+def _reported(output) -> dict[str, Tensor]:
+    names = ("loss", "cross_entropy", "num_valid", "load_balance_loss", "router_z_loss")
+    names += ("expert_load", "router_entropy")
+    values = {name: getattr(output, name) for name in names}
+    return {name: value.detach() for name, value in values.items() if value is not None}
+
+
+def _pin_state(optimizer: AdamW, mesh: DeviceMesh) -> None:
+    """New state lies as the old did; otherwise the next step would be another program."""
+    for name, parameter in optimizer.parameters.items():
+        for tensor in (parameter, optimizer.exp_avg[name], optimizer.exp_avg_sq[name]):
+            mesh.annotate_parameter(name, tensor.data)

@@ -1,0 +1,350 @@
+"""A loop over stacked layers as one XLA `while`, differentiable, with a constant trip count.
+
+`XlaLoop` satisfies the model's LayerLoop protocol (torch_gemma4/execution.py): the body is traced
+once on placeholder tensors and becomes the body of a `while`, so thirty layers compile like one.
+
+How it works, for a body (carry, params, constants) -> (carry, outputs):
+
+    forward while    carry -> body -> carry;   outputs and saved values are stacked, one row an
+    iteration backward while   reverse order; gradient of the carry -> body's backward -> gradient
+    of the carry;
+                     gradients of params are stacked
+
+Which values are saved is what autograd itself would save: the trace runs under
+`torch.autograd.graph.saved_tensors_hooks`, so every differentiable thing works (plain ops, custom
+ops, autograd.Functions, a nested XlaLoop) and recomputation is the body's own business (see
+torch_gemma4/execution.py, `recompute`). Invariants:
+
+- a saved value that is a parameter or a constant is never stacked: the backward loop reads it
+  again;
+- the counter is s32 and its bound a literal, so XLA knows the trip count (torch_xla's own `scan`
+  passes it as data, and loop passes that need it do not fire);
+- the forward body lives in one `while` and the recomputed body in another, so the compiler cannot
+  merge them and undo the recomputation: no optimization barrier is needed.
+
+The traced pair is cached by (body, shapes, which inputs want gradients): the body must be one
+persistent object and a pure function of its arguments. Tensors it captures are read at trace time
+and stay constants.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch_xla
+import torch_xla.core.xla_builder as xb
+from torch import Tensor
+
+_XLAC = torch_xla._XLAC
+
+GradAnnotation = Callable[[str, Tensor], Tensor]
+Body = Callable[[Tensor, dict[str, Tensor], tuple[Tensor, ...]], tuple[Tensor, tuple[Tensor, ...]]]
+
+
+@dataclass
+class _Computation:
+    """One lowered body and where each of its parameters comes from."""
+
+    computation: object
+    sources: list[tuple[str, int]]
+    """Per parameter: (group, index) with group one of carry, row, constant, hoisted."""
+    hoisted: list[Tensor]
+    """Device data the trace captured (lifted scalars, small tables)."""
+    row_shapes: list[tuple[tuple[int, ...], torch.dtype]]
+    """Shape and dtype of every per-iteration output, in order."""
+
+
+@dataclass
+class _Trace:
+    forward: _Computation
+    num_outputs: int
+
+    backward: _Computation | None = None
+    grad_outputs: list[int] = field(default_factory=list)
+    """Outputs that carry a gradient."""
+    grad_params: list[int] = field(default_factory=list)
+    """Parameters that receive one."""
+
+
+def _identity(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _placeholder(like: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    return xb.create_placeholder_tensor(tuple(like.shape if shape is None else shape), like.dtype)
+
+
+def _lower(
+    name: str, outputs: list[Tensor], groups: dict[str, list[Tensor]], num_carry: int
+) -> _Computation:
+    """Lowers traced `outputs` (the carry first) to a computation over the placeholders in
+    `groups`."""
+    context = _XLAC.lowering.LoweringContext(name)
+    context.set_name_string(name)
+    context.build(outputs)
+    by_id = {}
+    for group, tensors in groups.items():
+        for index, tensor in enumerate(tensors):
+            parameter = context.tensor_parameter_id(tensor)
+            if parameter != -1:
+                by_id[parameter] = (group, index)
+    hoisted = []
+    for parameter, tensor in context.device_parameter_id_tensor_mapping().items():
+        if parameter not in by_id:
+            by_id[parameter] = ("hoisted", len(hoisted))
+            hoisted.append(tensor.to(torch_xla.device()))
+    assert sorted(by_id) == list(range(len(by_id))), "every HLO parameter has a source"
+    return _Computation(
+        computation=xb.computation_from_module_proto(name, context.hlo()),
+        sources=[by_id[i] for i in range(len(by_id))],
+        hoisted=hoisted,
+        row_shapes=[(tuple(t.shape), t.dtype) for t in outputs[num_carry:]],
+    )
+
+
+def _while(
+    body: _Computation,
+    carry: Sequence[Tensor],
+    rows: Sequence[Tensor],
+    constants: Sequence[Tensor],
+    num_iterations: int,
+    *,
+    reverse: bool,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Emits the `while`: (final carry, per-iteration outputs stacked on dim 0)."""
+    builder = xb.create_builder("layer_loop")
+    inputs = [*carry, *rows, *constants, *body.hoisted]
+    params = [xb.mkparam(builder, i, xb.tensor_shape(t)) for i, t in enumerate(inputs)]
+    first_row = 1 + len(carry)
+    first_constant = first_row + len(rows)
+    first_hoisted = first_constant + len(constants)
+    first_output = first_hoisted + len(body.hoisted)
+    start = {"carry": 1, "constant": first_constant, "hoisted": first_hoisted}
+    outputs = []
+    for shape, dtype in body.row_shapes:
+        zero = xb.Op.scalar(builder, 0, dtype=xb.Op.from_torch_type(dtype))
+        outputs.append(zero.broadcast((num_iterations, *shape)))
+
+    def scalar(value: int) -> xb.Op:
+        return xb.Op.scalar(outer_builder, value, dtype=xb.Type.S32)
+
+    def condition(counter: xb.Op, *_: xb.Op) -> xb.Op:
+        return counter < xb.Op.scalar(counter.builder(), num_iterations, dtype=xb.Type.S32)
+
+    def step(*state: xb.Op) -> tuple[xb.Op, ...]:
+        nonlocal outer_builder
+        counter = state[0]
+        outer_builder = counter.builder()
+        index = scalar(num_iterations - 1) - counter if reverse else counter
+        zero = scalar(0)
+
+        def row(stacked: xb.Op) -> xb.Op:
+            sizes = list(stacked.shape().sizes)
+            sliced = stacked.dynamic_slice([index] + [zero] * (len(sizes) - 1), [1, *sizes[1:]])
+            return sliced.reshape(sizes[1:])
+
+        arguments = [
+            row(state[first_row + i]) if group == "row" else state[start[group] + i]
+            for group, i in body.sources
+        ]
+        result = xb.Op.call(body.computation, arguments, builder=outer_builder)
+        new = list(state)
+        new[0] = counter + scalar(1)
+        for i in range(len(carry)):
+            new[1 + i] = result.get_tuple_element(i)
+        for i, (shape, _) in enumerate(body.row_shapes):
+            update = result.get_tuple_element(len(carry) + i).broadcast([1])
+            at = [index] + [zero] * len(shape)
+            new[first_output + i] = state[first_output + i].dynamic_update_slice(update, at)
+        return tuple(new)
+
+    outer_builder = builder
+    counter = xb.Op.scalar(builder, 0, dtype=xb.Type.S32)
+    loop = xb.Op.mkwhile([counter, *params, *outputs], condition, step)
+    kept = [1 + i for i in range(len(carry))]
+    kept += [first_output + i for i in range(len(body.row_shapes))]
+    root = xb.Op.tuple([loop.get_tuple_element(i) for i in kept], builder=builder)
+    results = _XLAC._xla_user_computation("xla::layer_loop", inputs, root.build("layer_loop"))
+    return list(results[: len(carry)]), list(results[len(carry) :])
+
+
+class _LoopFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, trace: _Trace, num_iterations: int, num_constants: int, carry, *tensors):
+        constants, params = tensors[:num_constants], tensors[num_constants:]
+        (carry_out,), rows = _while(
+            trace.forward, [carry], params, constants, num_iterations, reverse=False
+        )
+        outputs, stacked = rows[: trace.num_outputs], rows[trace.num_outputs :]
+        ctx.trace, ctx.num_iterations, ctx.num_constants = trace, num_iterations, num_constants
+        ctx.save_for_backward(*tensors, *stacked)
+        ctx.mark_non_differentiable(
+            *(t for i, t in enumerate(outputs) if i not in trace.grad_outputs)
+        )
+        return carry_out, *outputs
+
+    @staticmethod
+    def backward(ctx, grad_carry, *grads):
+        trace, num_constants = ctx.trace, ctx.num_constants
+        saved = ctx.saved_tensors
+        num_tensors = len(saved) - (len(trace.forward.row_shapes) - trace.num_outputs)
+        constants, params = saved[:num_constants], saved[num_constants:num_tensors]
+        rows = [*params, *saved[num_tensors:], *(grads[i] for i in trace.grad_outputs)]
+        (grad_carry,), grad_rows = _while(
+            trace.backward, [grad_carry], rows, constants, ctx.num_iterations, reverse=True
+        )
+        grad_params: list[Tensor | None] = [None] * len(params)
+        for i, grad in zip(trace.grad_params, grad_rows, strict=True):
+            grad_params[i] = grad
+        return None, None, None, grad_carry, *([None] * num_constants), *grad_params
+
+
+def _trace_body(
+    body: Body,
+    carry: Tensor,
+    params: dict[str, Tensor],
+    constants: tuple[Tensor, ...],
+    with_grad: bool,
+    annotate_grad: GradAnnotation | None,
+) -> _Trace:
+    names = list(params)
+    carry_in = _placeholder(carry)
+    constants_in = [_placeholder(t) for t in constants]
+    params_in = [_placeholder(t, t.shape[1:]) for t in params.values()]
+    forward_groups = {"carry": [carry_in], "row": params_in, "constant": constants_in}
+
+    if not with_grad:
+        with torch.no_grad():
+            carry_out, outputs = body(
+                carry_in, dict(zip(names, params_in, strict=True)), tuple(constants_in)
+            )
+        forward = _lower("layer_forward", [carry_out, *outputs], forward_groups, 1)
+        return _Trace(forward, len(outputs))
+
+    carry_in.requires_grad_()
+    for placeholder, tensor in zip(params_in, params.values(), strict=True):
+        placeholder.requires_grad_(tensor.requires_grad)
+
+    # Identity of a saved value: torch_xla gives every lazy tensor an id that autograd's aliases
+    # share.
+    known = {_XLAC._xla_get_tensor_id(t): ("param", i) for i, t in enumerate(params_in)}
+    known |= {_XLAC._xla_get_tensor_id(t): ("constant", i) for i, t in enumerate(constants_in)}
+    stacked: list[Tensor] = []
+    replay: dict[tuple[str, int], Tensor] = {}
+
+    def pack(tensor: Tensor) -> tuple[str, int] | Tensor:
+        if tensor.device.type != "xla":
+            return tensor
+        key = _XLAC._xla_get_tensor_id(tensor)
+        if key not in known:
+            known[key] = ("stacked", len(stacked))
+            stacked.append(tensor.detach())
+        return known[key]
+
+    def unpack(slot: tuple[str, int] | Tensor) -> Tensor:
+        if isinstance(slot, Tensor):
+            return slot
+        if slot not in replay:
+            group, index = slot
+            values = {"param": params_in, "constant": constants_in, "stacked": stacked}[group]
+            replay[slot] = _placeholder(values[index])
+        return replay[slot]
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        carry_out, outputs = body(
+            carry_in, dict(zip(names, params_in, strict=True)), tuple(constants_in)
+        )
+    if carry_out.shape != carry_in.shape or carry_out.dtype != carry_in.dtype:
+        raise ValueError(
+            "layer loop: the body must keep the carry's shape and dtype, got "
+            f"{tuple(carry_out.shape)} {carry_out.dtype} from {tuple(carry_in.shape)} "
+            f"{carry_in.dtype}"
+        )
+    forward = _lower("layer_forward", [carry_out, *outputs, *stacked], forward_groups, 1)
+
+    grad_outputs = [i for i, t in enumerate(outputs) if t.requires_grad]
+    grad_params = [i for i, t in enumerate(params_in) if t.requires_grad]
+    grad_carry = _placeholder(carry_out)
+    cotangents = [_placeholder(outputs[i]) for i in grad_outputs]
+    grads = torch.autograd.grad(
+        [carry_out, *(outputs[i] for i in grad_outputs)],
+        [carry_in, *(params_in[i] for i in grad_params)],
+        [grad_carry, *cotangents],
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    grads = list(grads)
+    if annotate_grad is not None:
+        grads[1:] = [
+            annotate_grad(names[i], g) for i, g in zip(grad_params, grads[1:], strict=True)
+        ]
+
+    def slots(group: str, count: int) -> list[Tensor]:
+        """The backward's placeholder of every value of a group; one never read gets a fresh, unused
+        one."""
+        return [unpack((group, i)) for i in range(count)]
+
+    backward_rows = slots("param", len(params_in)) + slots("stacked", len(stacked)) + cotangents
+    backward = _lower(
+        "layer_backward",
+        grads,
+        {
+            "carry": [grad_carry],
+            "row": backward_rows,
+            "constant": slots("constant", len(constants_in)),
+        },
+        1,
+    )
+    return _Trace(forward, len(outputs), backward, grad_outputs, grad_params)
+
+
+class XlaLoop:
+    """LayerLoop on XLA tensors: one compiled `while` for a stack of equal layers.
+
+    Calling it with (body, carry, params, constants): `params` maps names to tensors stacked on dim
+    0 (all of one length, the trip count), `constants` are tensors every iteration reads and none
+    requires grad. Returns (carry, outputs stacked on dim 0). Raises ValueError on unequal lengths
+    or an empty stack.
+    """
+
+    def __init__(self, annotate_grad: GradAnnotation | None = None) -> None:
+        """`annotate_grad(name, gradient of one iteration)` pins the gradient's sharding inside the
+        loop."""
+        self._annotate_grad = annotate_grad
+        self._traces: dict[tuple, tuple[Body, _Trace]] = {}
+
+    def __call__(
+        self, body: Body, carry: Tensor, params: dict[str, Tensor], constants: tuple[Tensor, ...]
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        lengths = {name: t.shape[0] for name, t in params.items()}
+        if len(set(lengths.values())) != 1:
+            raise ValueError(
+                f"layer loop: stacked parameters need one common length, got {lengths}"
+            )
+        num_iterations = next(iter(lengths.values()))
+        tensors = (carry, *constants, *params.values())
+        with_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        signature = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
+        key = (id(body), with_grad, tuple(params), len(constants), signature)
+        if key not in self._traces:
+            # A loop traced inside another's trace must not save through the outer trace's hooks.
+            with torch.autograd.graph.saved_tensors_hooks(_identity, _identity):
+                trace = _trace_body(body, carry, params, constants, with_grad, self._annotate_grad)
+            self._traces[key] = (body, trace)
+        trace = self._traces[key][1]
+        if not with_grad:
+            (carry_out,), outputs = _while(
+                trace.forward,
+                [carry],
+                list(params.values()),
+                constants,
+                num_iterations,
+                reverse=False,
+            )
+            return carry_out, tuple(outputs)
+        carry_out, *outputs = _LoopFunction.apply(
+            trace, num_iterations, len(constants), carry, *constants, *params.values()
+        )
+        return carry_out, tuple(outputs)
