@@ -22,6 +22,7 @@ Private names used, all covered by tests/pallas_ops/test_bridge.py: `_XLAC._xla_
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Literal
 
@@ -63,11 +64,12 @@ def call(
             "cpu" target. With a sharding it runs once per device on local shapes, inside
             `jax.shard_map`, where the mesh's axis names are usable in collectives.
         tensors: XLA tensors, global shapes. float64, complex and int64 are refused: TPUs have none
-        of them. static: hashable keyword arguments of `fn`. sharding: the mesh of the call; None
-        calls `fn` on whole arrays. in_specs, out_specs: with a sharding, one spec a tensor: one
-        entry a dimension. target: "cpu" or "tpu"; by default that of the torch_xla runtime. Naming
-        "tpu" on a CPU host gives a
-            graph that only a TPU compiler can take (ahead-of-time compilation).
+            of them.
+        static: hashable keyword arguments of `fn`.
+        sharding: the mesh of the call; None calls `fn` on whole arrays.
+        in_specs, out_specs: with a sharding, one spec a tensor: one entry a dimension.
+        target: "cpu" or "tpu"; by default that of the torch_xla runtime. Naming "tpu" on a CPU host
+            gives a graph that only a TPU compiler can take (ahead-of-time compilation).
 
     Returns:
         a tuple of XLA tensors.
@@ -92,13 +94,14 @@ def call(
             )
     signature = tuple((tuple(t.shape), _JAX_DTYPE[t.dtype]) for t in tensors)
     static_items = tuple(sorted((static or {}).items()))
-    try:
-        hash(static_items)
-    except TypeError as error:
-        raise ValueError(
-            f"{fn.__qualname__}: static arguments must be hashable ({error}); pass tuples, not "
-            "lists"
-        ) from None
+    for argument, value in static_items:
+        try:
+            hash(value)
+        except TypeError as error:
+            raise ValueError(
+                f"{fn.__qualname__}: static argument {argument}={value!r} must be hashable "
+                f"({error}); pass tuples, not lists"
+            ) from None
     specs = None if sharding is None else (tuple(in_specs), tuple(out_specs))
     name, computation = _computation(
         fn, static_items, signature, sharding, specs, target or runtime_target()
@@ -202,16 +205,17 @@ def _computation(fn, static_items, signature, sharding, specs, target: Target) -
         target=target,
     )
     module = lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()
-    name = fn.__module__.split(".")[-2] + "_" + fn.__name__
+    name = "_".join((*fn.__module__.split(".")[-2:-1], fn.__name__))  # gmm/kernel.py: gmm_gmm
     return name, xb.computation_from_module_proto(name, module)
 
 
 def _check_function(fn: Callable[..., Any]) -> None:
-    if getattr(fn, "__closure__", None) or "<" in getattr(fn, "__qualname__", "<"):
+    name, module = getattr(fn, "__name__", ""), sys.modules.get(getattr(fn, "__module__", None))
+    if getattr(module, name, None) is not fn:
         raise ValueError(
             f"{fn!r} must be a module-level function: its identity is the key of the compiled "
-            "computation, and a closure or lambda would be lowered again at every step; pass its "
-            "variables as `static`"
+            "computation, and a closure, lambda, method or partial would be lowered again at every "
+            "step; pass its variables as `static`"
         )
 
 

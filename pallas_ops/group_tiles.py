@@ -34,7 +34,7 @@ class GroupTiles(NamedTuple):
 def group_tiles(
     group_sizes: jax.Array, num_rows: int, tile_m: int, *, visit_empty: bool
 ) -> GroupTiles:
-    """Builds the metadata from group_sizes int32 [G].
+    """Builds the metadata from group_sizes int32 [G], for num_rows >= 1.
 
     `visit_empty` gives every empty group one step (a weight gradient must be zeroed there); without
     it an empty group has none. Rows past the sum belong to no group: a caller who must write them

@@ -1,10 +1,15 @@
-"""Shared by all tests: one thread, a deterministic hypothesis, and the folder of oracle cases."""
+"""Shared by all tests: one thread, one XLA device, a deterministic hypothesis, and the folder of
+oracle cases."""
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import settings
+
+from train.config import MeshConfig
+from train.launch import prepare_environment
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -20,6 +25,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=REPOSITORY / "../shared/cases/hf",
         help="folder of Hugging Face oracle cases; one sub-folder a case",
     )
+
+
+def pytest_sessionstart() -> None:
+    """The XLA client is up before any test runs a backward pass, on the CPU too: the autograd
+    engine counts devices once, at the first one of the process, and fails at XLA tensors if it
+    counted none."""
+    before = {name: os.environ.get(name) for name in ("CPU_NUM_DEVICES", "XLA_FLAGS")}
+    prepare_environment(MeshConfig(platform="cpu", fsdp=1))
+    import torch_xla
+
+    torch_xla.device()
+    # The client has read them; processes that tests start choose their own number of devices.
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 @pytest.fixture(autouse=True)

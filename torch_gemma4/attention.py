@@ -5,11 +5,13 @@ scale. Global layers have no value projection: their values are the raw key proj
 key's norm and rotation, so that one rsqrt serves both norms.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from torch_gemma4.config import Gemma4Config, LayerSpec
-from torch_gemma4.execution import wide
+from torch_gemma4.execution import Execution, wide
 from torch_gemma4.linear import Linear
 from torch_gemma4.norm import RMSNorm, rms_norm, rms_norms
 from torch_gemma4.rope import apply_rope
@@ -56,17 +58,18 @@ class Attention(nn.Module):
     """x [B, S, D], already normed -> [B, S, D]. Parameters: `q_proj` [N H, D], `k_proj` [G H, D],
     `v_proj` [G H, D] unless values are keys, `o_proj` [D, N H], `q_norm` and `k_norm` [H]."""
 
-    def __init__(self, config: Gemma4Config, spec: LayerSpec) -> None:
+    def __init__(self, config: Gemma4Config, spec: LayerSpec, execution: Execution) -> None:
         super().__init__()
         self.spec = spec
         self.eps = config.rms_norm_eps
         query_dim = config.num_attention_heads * spec.head_dim
         kv_dim = spec.num_kv_heads * spec.head_dim
-        dim, bias = config.hidden_size, config.attention_bias
-        self.q_proj = Linear(dim, query_dim, bias=bias)
-        self.k_proj = Linear(dim, kv_dim, bias=bias)
-        self.v_proj = None if spec.k_eq_v else Linear(dim, kv_dim, bias=bias)
-        self.o_proj = Linear(query_dim, dim, bias=bias)
+        dim = config.hidden_size
+        linear = partial(Linear, bias=config.attention_bias, constrain=execution.constrain)
+        self.q_proj = linear(dim, query_dim)
+        self.k_proj = linear(dim, kv_dim)
+        self.v_proj = None if spec.k_eq_v else linear(dim, kv_dim)
+        self.o_proj = linear(query_dim, dim)
         self.q_norm = RMSNorm(spec.head_dim, self.eps)
         self.k_norm = RMSNorm(spec.head_dim, self.eps)
 

@@ -39,13 +39,13 @@ class DecoderLayer(nn.Module):
         self.has_experts = config.enable_moe_block
         self.constrain = execution.constrain
         self.input_norm = RMSNorm(dim, eps)
-        self.attention = Attention(config, spec)
+        self.attention = Attention(config, spec, execution)
         self.post_attention_norm = RMSNorm(dim, eps)
         self.pre_mlp_norm = RMSNorm(dim, eps)
-        self.mlp = MLP(dim, config.intermediate_size)
+        self.mlp = MLP(dim, config.intermediate_size, execution)
         if self.has_experts:
             self.post_mlp_norm = RMSNorm(dim, eps)
-            self.router = Router(dim, config.num_experts, config.top_k_experts)
+            self.router = Router(dim, config.num_experts, config.top_k_experts, execution)
             self.pre_experts_norm = RMSNorm(dim, eps)
             self.experts = Experts(config, execution)
             self.post_experts_norm = RMSNorm(dim, eps)
@@ -121,9 +121,13 @@ class DecoderStack(nn.Module):
         self.rope_kinds = tuple(dict.fromkeys((spec.rope, spec.head_dim) for spec in specs))
         recompute = execution.recompute or (lambda body: body)
         table_of = [self.rope_kinds.index((spec.rope, spec.head_dim)) for spec in specs]
-        self._layer_bodies: tuple[Body, ...] = tuple(
-            recompute(partial(_run_layer, template, 2 * table, 2 * len(self.rope_kinds)))
+        run_layers = (
+            partial(_run_layer, template, 2 * table, 2 * len(self.rope_kinds))
             for template, table in zip(self.templates, table_of, strict=True)
+        )
+        self._bodies: tuple[Body, ...] = tuple(
+            recompute(run_layer if count > 1 else partial(_run_only_layer, run_layer))
+            for run_layer, count in zip(run_layers, self.counts, strict=True)
         )
         self._period_body: Body = self._run_period
 
@@ -152,14 +156,11 @@ class DecoderStack(nn.Module):
         self, x: Tensor, params: dict[str, Tensor], constants: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         by_segment = []
-        for j, (body, count) in enumerate(zip(self._layer_bodies, self.counts, strict=True)):
+        for j, (body, count) in enumerate(zip(self._bodies, self.counts, strict=True)):
             prefix = f"{j}."
             own = {n.removeprefix(prefix): t for n, t in params.items() if n.startswith(prefix)}
-            if count > 1:
-                x, outputs = self.loop(body, x, own, constants)
-            else:
-                x, outputs = body(x, {n: t.squeeze(0) for n, t in own.items()}, constants)
-                outputs = tuple(output[None] for output in outputs)
+            run = partial(self.loop, body) if count > 1 else body
+            x, outputs = run(x, own, constants)
             by_segment.append(outputs)
         return x, tuple(torch.cat(column) for column in zip(*by_segment, strict=True))
 
@@ -176,3 +177,13 @@ def _run_layer(
     cos, sin = constants[table : table + 2]
     segment_ids = constants[num_tables] if len(constants) > num_tables else None
     return functional_call(template, params, (x, cos, sin, segment_ids), strict=True)
+
+
+def _run_only_layer(
+    run_layer: Body, x: Tensor, params: dict[str, Tensor], constants: tuple[Tensor, ...]
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Body of a segment of one layer, its parameters [1, ...]. They lose that dim in here so that
+    recomputation saves the parameters themselves: a view of one would be one more value for a
+    compiled loop to keep from every iteration."""
+    x, outputs = run_layer(x, {name: param.squeeze(0) for name, param in params.items()}, constants)
+    return x, tuple(output[None] for output in outputs)

@@ -38,6 +38,10 @@ def python_loop(
     return carry, tuple(torch.stack(column) for column in zip(*outputs, strict=True))
 
 
+Constrain = Callable[[Tensor, str], Tensor]
+"""(tensor, role) -> the same values, with its layout on the mesh stated."""
+
+
 def keep_layout(tensor: Tensor, name: str) -> Tensor:
     """`Execution.constrain` of one device: nothing to say about layouts."""
     return tensor
@@ -85,6 +89,8 @@ class Execution:
     recompute: Callable[[Body], Body] | None = None
     """Wraps the body of one layer so that it is computed again in backward (see `recompute_layer`);
     None keeps activations."""
-    constrain: Callable[[Tensor, str], Tensor] = keep_layout
-    """States the layout of a tensor by its role: "hidden" [B, S, D] at each layer's entry, "table"
-    [V, D] the embedding in the compute dtype, read by the look-up and by every loss tile."""
+    constrain: Constrain = keep_layout
+    """States the layout of a tensor by its role: "hidden" [B, S, D] at each layer's entry, "rows"
+    [B, S, .] or [T, .], any other activation; "weight" [out, in], a matrix in the compute dtype as
+    a product reads it; "table" [V, D], the embedding in the compute dtype, read by the look-up and
+    by every loss tile."""

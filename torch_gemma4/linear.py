@@ -3,6 +3,9 @@
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from torch_gemma4.execution import Constrain, keep_layout
 
 
 def unset(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
@@ -10,9 +13,33 @@ def unset(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
     return nn.Parameter(torch.full(shape, torch.nan, dtype=dtype))
 
 
+class _MatMul(torch.autograd.Function):
+    """x W^T. Keeps the parameter, not its cast and gathered copy, which backward makes again."""
+
+    @staticmethod
+    def forward(ctx, x, weight, constrain):
+        ctx.save_for_backward(x, weight)
+        ctx.constrain = constrain
+        return constrain(F.linear(x, constrain(weight.to(x.dtype), "weight")), "rows")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        x, grad = ctx.constrain(x, "rows"), ctx.constrain(grad, "rows")
+        dx = grad @ ctx.constrain(weight.to(x.dtype), "weight")
+        dweight = grad.flatten(0, -2).t() @ x.flatten(0, -2)
+        return dx, dweight.to(weight.dtype), None
+
+
 class Linear(nn.Module):
     """y = x W^T + b with `weight` [out, in] and optional `bias` [out], cast to the dtype of x at
-    use. A weight's gradient is one product in that dtype, then cast to the weight's."""
+    use. A weight's gradient is one product in that dtype, then cast to the weight's.
+
+    On a mesh the cast weight is stated to be whole ("weight"), and activations and their gradients
+    split by tokens ("rows"): else the partitioner, starting from how weights and their gradients
+    are stored, splits features instead of tokens and exchanges activations all to all.
+    """
 
     def __init__(
         self,
@@ -21,11 +48,13 @@ class Linear(nn.Module):
         *,
         bias: bool = False,
         dtype: torch.dtype | None = None,
+        constrain: Constrain = keep_layout,
     ) -> None:
         super().__init__()
+        self.constrain = constrain
         self.weight = unset(out_features, in_features, dtype=dtype)
         self.bias = unset(out_features, dtype=dtype) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return F.linear(x, self.weight.to(x.dtype), bias)
+        y = _MatMul.apply(x, self.weight, self.constrain)
+        return y if self.bias is None else y + self.bias.to(x.dtype)

@@ -54,7 +54,7 @@ class _Recompute(torch.autograd.Function):
         inputs = [t.detach() for t in ctx.saved_tensors]
         grads = list(grads)
         if ctx.barrier is not None:
-            inputs = [t * 1 for t in inputs]
+            inputs = [t.clone() for t in inputs]
             ctx.barrier(inputs + grads)
         for tensor, is_needed in zip(inputs, needed, strict=True):
             tensor.requires_grad_(is_needed)

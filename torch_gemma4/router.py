@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from torch_gemma4.execution import Execution
 from torch_gemma4.linear import Linear, unset
 
 
@@ -67,10 +68,12 @@ class Router(nn.Module):
     """z [T, D] -> Routing, where z is the residual's RMS norm times `input_scale()` in at least
     float32. Parameters: `proj` [E, D], `scale` [D], `per_expert_scale` [E]."""
 
-    def __init__(self, hidden_size: int, num_experts: int, top_k_experts: int) -> None:
+    def __init__(
+        self, hidden_size: int, num_experts: int, top_k_experts: int, execution: Execution
+    ) -> None:
         super().__init__()
         self.top_k_experts = top_k_experts
-        self.proj = Linear(hidden_size, num_experts)
+        self.proj = Linear(hidden_size, num_experts, constrain=execution.constrain)
         self.scale = unset(hidden_size)
         self.per_expert_scale = unset(num_experts)
 

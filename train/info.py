@@ -7,12 +7,11 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from torch_gemma4.accounting import parameter_table, state_bytes, training_flops
 from train.config import RunConfig
+from train.tables import format_bytes, sharding_view, text_table
 
 _COMPUTE_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -53,6 +52,8 @@ def collect_info(config: RunConfig) -> dict[str, Any]:
 
 def print_info(config: RunConfig, *, as_json: bool = False, console: Console | None = None) -> None:
     """Prints `collect_info` as tables, or as JSON alone."""
+    from train.sharding import sharding_table
+
     info = collect_info(config)
     if as_json:
         print(json.dumps(info, indent=2))
@@ -63,7 +64,7 @@ def print_info(config: RunConfig, *, as_json: bool = False, console: Console | N
         f"{info['name']}: mesh {axes}, {info['tokens_per_step']:,} tokens a step", highlight=False
     )
     tables = (
-        _table(
+        text_table(
             "Parameters",
             ("", "total", "active a token"),
             [
@@ -71,7 +72,7 @@ def print_info(config: RunConfig, *, as_json: bool = False, console: Console | N
                 for part, row in info["parameters"].items()
             ],
         ),
-        _table(
+        text_table(
             "TFLOP of a step on one chip",
             ("", "forward", "forward + backward"),
             [
@@ -79,52 +80,15 @@ def print_info(config: RunConfig, *, as_json: bool = False, console: Console | N
                 for part, row in info["flops_per_chip"].items()
             ],
         ),
-        _table(
+        text_table(
             "State of one chip",
             ("", "bytes"),
             [
-                (name.replace("_", " "), _bytes(size))
+                (name.replace("_", " "), format_bytes(size))
                 for name, size in info["bytes_per_chip"].items()
             ],
         ),
-        _table(
-            "Sharding, by the rules in train/sharding.py",
-            ("parameter", "shape (axis)", "a chip"),
-            [
-                (
-                    row["parameter"],
-                    _layout(row["shape"], row["spec"]),
-                    _bytes(row["bytes_per_chip"]),
-                )
-                for row in info["sharding"]
-            ],
-        ),
+        sharding_view(sharding_table(config.model, config.mesh)),
     )
     for table in tables:
         console.print(table)
-
-
-def _table(title: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD)
-    table.padding, table.pad_edge = (0, 1, 0, 0), False  # so that names fit into 80 columns
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
-    for row in rows:
-        table.add_row(*row, style="bold" if row[0] == "total" else None)
-    return table
-
-
-def _layout(shape: tuple[int, ...], spec: tuple[str | None, ...]) -> str:
-    """Such as 5x5x128(fsdp)x704x2816."""
-    return "x".join(
-        str(size) if axis is None else f"{size}({axis})"
-        for size, axis in zip(shape, spec, strict=True)
-    )
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.4g} {unit}"
-        size /= 1000
-    return f"{size:,.2f} GB"

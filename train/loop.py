@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,8 +26,11 @@ _WARM_UP_STEPS = 2
 
 
 def run(config: RunConfig) -> Path:
-    """Trains as `config` says; returns the run's folder. Raises ValueError before any step for what
-    is wrong."""
+    """Trains as `config` says; returns the run's folder.
+
+    Raises ValueError, before any step, for a mesh, text or folder that cannot be used; RuntimeError
+    if a later step compiles anew.
+    """
     prepare_environment(config.mesh)
     from train.data import TextData
     from train.metrics import MetricsWriter, create_run_directory
@@ -74,7 +78,7 @@ def _train(config: RunConfig, data: TextData, metrics: MetricsWriter) -> None:
             begun = pending.log(metrics, begun)
         pending = _Pending(step, output, data_wait, compilations.count, batch["input_ids"].size)
         if evaluator.is_due(step):
-            begun = pending.log(metrics, begun, evaluator())
+            begun = pending.log(metrics, begun, evaluator)
             pending = None
             compilations.allow()
             begun = time.perf_counter()
@@ -95,9 +99,13 @@ class _Pending:
     num_tokens: int
 
     def log(
-        self, metrics: MetricsWriter, begun: float, extra: dict[str, float] | None = None
+        self,
+        metrics: MetricsWriter,
+        begun: float,
+        evaluate: Callable[[], dict[str, float]] = dict,
     ) -> float:
-        """Waits for the step and writes its row; returns when that was."""
+        """Waits for the step, then evaluates, and writes the row of both; returns when the step,
+        which took from `begun` to then, was done."""
         from train.metrics import expert_load_metrics
 
         values = {name: tensor.cpu().float().numpy() for name, tensor in self.output.items()}
@@ -112,12 +120,12 @@ class _Pending:
             "data_wait_s": self.data_wait_s,
             "compilations": self.num_compilations,
         }
-        metrics.log(self.step, **row, **(extra or {}))
+        metrics.log(self.step, **row, **evaluate())
         return now
 
 
 class _Evaluator:
-    """The held-out loss, on the same batches each time."""
+    """The held-out loss, on the same batches each time, as metrics of a row."""
 
     def __init__(self, config: RunConfig, data: TextData, mesh: DeviceMesh, eval_step) -> None:
         self._every, self._last = config.eval.every, config.steps
@@ -157,7 +165,8 @@ class CompileWatch:
         self._allowed = self.count
 
     def check_step(self, step: int, batch: dict[str, np.ndarray]) -> None:
-        """Call after each training step. Raises RuntimeError if one compiled anew after warm-up."""
+        """Call after each training step with its batch. Raises RuntimeError naming the arrays whose
+        shape changed if a step after warm-up compiled anew."""
         shapes = {name: array.shape for name, array in batch.items()}
         if step <= _WARM_UP_STEPS or self._allowed is None:
             self._shapes = self._shapes or shapes

@@ -6,6 +6,7 @@ One process a host owns all its devices; the mesh spans all hosts. Device order 
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -89,21 +90,25 @@ class DeviceMesh:
 
     def constrain(self, tensor: Tensor, role: str) -> Tensor:
         """The model's layout hook (`Execution.constrain`): activations split by rows, forward and
-        backward; the embedding table whole on every device, gathered once in the compute dtype."""
-        if role == "table":
+        backward; tables and weights whole on every device, hence gathered in the compute dtype."""
+        if role in ("table", "weight"):
             return _Constrain.apply(tensor, self, (None,) * tensor.ndim)
         return _Constrain.apply(tensor, self, (ROW_AXES, *[None] * (tensor.ndim - 1)))
 
     def place_module(self, module: nn.Module) -> None:
-        """Moves the parameters of a CPU module onto the mesh, each as its rule says."""
+        """Moves the parameters of a CPU module onto the mesh, each as its rule says, and has every
+        gradient lie as its parameter does: left alone, the partitioner may replicate it."""
         for name, parameter in list(module.named_parameters()):
             placed = self.place(parameter.data, self.parameter_spec(name, parameter))
             owner, _, own_name = name.rpartition(".")
-            setattr(
-                module.get_submodule(owner),
-                own_name,
-                nn.Parameter(placed, requires_grad=parameter.requires_grad),
-            )
+            parameter = nn.Parameter(placed, requires_grad=parameter.requires_grad)
+            if parameter.requires_grad:
+                pin = functools.partial(self._annotate_gradient, name)
+                parameter.register_post_accumulate_grad_hook(pin)
+            setattr(module.get_submodule(owner), own_name, parameter)
+
+    def _annotate_gradient(self, name: str, parameter: nn.Parameter) -> None:
+        self.annotate_parameter(name, parameter.grad)
 
 
 class _Constrain(torch.autograd.Function):

@@ -1,5 +1,4 @@
-"""AdamW, the learning-rate schedule and clipping, on device tensors: nothing here reads a value
-back.
+"""AdamW, the learning-rate schedule and clipping, on device tensors: no value is read back.
 
 The step count and the learning rate are tensors, so no step compiles anew.
 """
@@ -17,12 +16,16 @@ if TYPE_CHECKING:
     from train.config import OptimConfig
 
 
-def learning_rate(step: Tensor, config: OptimConfig, num_steps: int) -> Tensor:
-    """The rate of optimizer step `step` (a scalar tensor, 1, 2, ..., num_steps), as a float32
-    scalar.
+def _zeros_like(name: str, like: Tensor) -> Tensor:
+    return torch.zeros_like(like, dtype=torch.float32)
 
-    Linear warm-up from 0, reaching the peak at step warmup_steps; then constant, or half a cosine
-    down to min_lr_ratio of the peak at num_steps.
+
+def learning_rate(step: Tensor, config: OptimConfig, num_steps: int) -> Tensor:
+    """The rate of optimizer step `step` (1, 2, ..., num_steps; any shape and dtype), as float32 of
+    that shape.
+
+    Linear warm-up from 0, reaching the peak at step warmup_steps (0: at the peak from the start);
+    then constant, or half a cosine down to min_lr_ratio of the peak at num_steps.
     """
     step = step.to(torch.float32)
     peak, warmup = config.learning_rate, config.warmup_steps
@@ -36,16 +39,16 @@ def learning_rate(step: Tensor, config: OptimConfig, num_steps: int) -> Tensor:
 
 def clip_by_global_norm(grads: list[Tensor], max_norm: float) -> Tensor:
     """Scales `grads` in place so that their joint norm is at most `max_norm`; returns the norm
-    before, fp32.
+    they had, a float32 scalar.
 
-    Squares are summed in float32 whatever the gradients' dtype. (torch_xla's own clip_grad_norm_
-    sums in it.)
+    Squares are summed, and scaled gradients rounded once, in float32 whatever the gradients' dtype.
+    (torch_xla's own clip_grad_norm_ sums in the gradients' dtype.)
     """
     squares = torch.stack([grad.to(torch.float32).square().sum() for grad in grads])
     norm = squares.sum().sqrt()
     scale = (max_norm / norm.clamp(min=1e-12)).clamp(max=1.0)
     for grad in grads:
-        grad.mul_(scale.to(grad.dtype))
+        grad.copy_(grad.to(torch.float32) * scale)
     return norm
 
 
@@ -54,7 +57,8 @@ class AdamW:
 
     Decoupled weight decay applies to matrices only: not to norms, biases, scales and scalars. Which
     those are is said by `decays(name)`, since a stacked scale is not 1-D any more. State exists
-    from construction, so the first step compiles the same program as all others.
+    from construction, so the first step compiles the same program as all others. A parameter that
+    does not require grad is left out.
     """
 
     def __init__(
@@ -64,12 +68,17 @@ class AdamW:
         num_steps: int,
         *,
         decays: Callable[[str], bool],
-        zeros_like: Callable[[str, Tensor], Tensor] = lambda name, like: torch.zeros_like(like),
+        zeros_like: Callable[[str, Tensor], Tensor] = _zeros_like,
     ) -> None:
-        """`zeros_like(name, parameter)` makes a moment: on a mesh, one that lies as the parameter
-        does."""
+        """`zeros_like(name, parameter)` makes a moment, float32 of the parameter's shape: on a
+        mesh, one that lies as the parameter does. Raises ValueError if no parameter requires
+        grad."""
         self.config, self.num_steps = config, num_steps
         self.parameters = {n: p for n, p in parameters.items() if p.requires_grad}
+        if not self.parameters:
+            raise ValueError(
+                f"none of {len(parameters)} parameters requires grad: there is nothing to train"
+            )
         self.decays = {name: decays(name) for name in self.parameters}
         with torch.no_grad():
             self.exp_avg = {n: zeros_like(n, p) for n, p in self.parameters.items()}
@@ -77,17 +86,30 @@ class AdamW:
             device = next(iter(self.parameters.values())).device
             self.num_updates = torch.zeros((), dtype=torch.int32, device=device)
 
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradient of every parameter, by name. Raises ValueError naming those without one."""
+        missing = [name for name, p in self.parameters.items() if p.grad is None]
+        if missing:
+            raise ValueError(
+                f"no gradient for {len(missing)} of {len(self.parameters)} parameters: "
+                f"{', '.join(missing[:5])}{', ...' if len(missing) > 5 else ''}; call backward() "
+                "of a loss that depends on them, or set requires_grad_(False) before the optimizer "
+                "is made"
+            )
+        return {name: p.grad for name, p in self.parameters.items()}
+
     @torch.no_grad()
     def step(self) -> Tensor:
-        """Updates the parameters in place from their `.grad`; returns the learning rate used."""
-        config = self.config
+        """Updates the parameters in place from their `.grad`; returns the learning rate used, a
+        float32 scalar. Raises ValueError naming parameters without a gradient."""
+        config, grads = self.config, self.gradients()
         beta1, beta2 = config.betas
         self.num_updates += 1
         rate = learning_rate(self.num_updates, config, self.num_steps)
         count = self.num_updates.to(torch.float32)
         correction1, correction2 = 1 - torch.pow(beta1, count), 1 - torch.pow(beta2, count)
         for name, parameter in self.parameters.items():
-            grad = parameter.grad.to(torch.float32)
+            grad = grads[name].to(torch.float32)
             exp_avg, exp_avg_sq = self.exp_avg[name], self.exp_avg_sq[name]
             exp_avg.mul_(beta1).add_(grad * (1 - beta1))
             exp_avg_sq.mul_(beta2).add_(grad.square() * (1 - beta2))

@@ -32,8 +32,8 @@ class Rule:
     pattern: str
     """Matched against the whole parameter name; `*` is anything."""
     dims: tuple[int, ...]
-    """Dimensions to split, in order of preference: the first one that the mesh divides. None:
-    replicate."""
+    """Dimensions to split, in order of preference: the first one that the mesh divides. Empty:
+    replicated."""
     reason: str
     """Why so."""
 

@@ -29,7 +29,7 @@ def make_train_step(
     def train_step(batch: Batch) -> dict[str, Tensor]:
         output = model.loss(**batch)
         output.loss.backward()
-        grads = [mesh.annotate_parameter(name, p.grad) for name, p in parameters.items()]
+        grads = list(optimizer.gradients().values())
         grad_norm = clip_by_global_norm(grads, optimizer.config.clip_norm)
         rate = optimizer.step()
         _pin_state(optimizer, mesh)

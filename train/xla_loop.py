@@ -5,10 +5,9 @@ once on placeholder tensors and becomes the body of a `while`, so thirty layers 
 
 How it works, for a body (carry, params, constants) -> (carry, outputs):
 
-    forward while    carry -> body -> carry;   outputs and saved values are stacked, one row an
-    iteration backward while   reverse order; gradient of the carry -> body's backward -> gradient
-    of the carry;
-                     gradients of params are stacked
+- forward `while`: carry -> body -> carry; outputs and saved values are stacked, a row an iteration;
+- backward `while`, in reverse order: gradient of the carry -> backward of the body -> gradient of
+  the carry; gradients of params are stacked.
 
 Which values are saved is what autograd itself would save: the trace runs under
 `torch.autograd.graph.saved_tensors_hooks`, so every differentiable thing works (plain ops, custom
@@ -22,9 +21,9 @@ torch_gemma4/execution.py, `recompute`). Invariants:
 - the forward body lives in one `while` and the recomputed body in another, so the compiler cannot
   merge them and undo the recomputation: no optimization barrier is needed.
 
-The traced pair is cached by (body, shapes, which inputs want gradients): the body must be one
-persistent object and a pure function of its arguments. Tensors it captures are read at trace time
-and stay constants.
+The traced pair is cached by (body, shapes, dtypes, which inputs want gradients): the body must be
+one persistent object and a pure function of its arguments. Tensors it captures are read at trace
+time, stay constants and get no gradient.
 """
 
 from __future__ import annotations
@@ -36,11 +35,14 @@ import torch
 import torch_xla
 import torch_xla.core.xla_builder as xb
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from torch_gemma4.execution import Body
 
 _XLAC = torch_xla._XLAC
 
 GradAnnotation = Callable[[str, Tensor], Tensor]
-Body = Callable[[Tensor, dict[str, Tensor], tuple[Tensor, ...]], tuple[Tensor, tuple[Tensor, ...]]]
+"""(parameter's name, its gradient of one iteration) -> that gradient, annotated."""
 
 
 @dataclass
@@ -48,6 +50,7 @@ class _Computation:
     """One lowered body and where each of its parameters comes from."""
 
     computation: object
+    """The body as an XLA computation: parameters -> (carry, rows)."""
     sources: list[tuple[str, int]]
     """Per parameter: (group, index) with group one of carry, row, constant, hoisted."""
     hoisted: list[Tensor]
@@ -58,10 +61,14 @@ class _Computation:
 
 @dataclass
 class _Trace:
-    forward: _Computation
-    num_outputs: int
+    """A body traced for one signature."""
 
+    forward: _Computation
+    """Rows: the body's outputs, then saved values."""
+    num_outputs: int
+    """How many of those rows are outputs."""
     backward: _Computation | None = None
+    """Carry: the carry's gradient; rows: gradients of parameters. None without gradients."""
     grad_outputs: list[int] = field(default_factory=list)
     """Outputs that carry a gradient."""
     grad_params: list[int] = field(default_factory=list)
@@ -79,8 +86,8 @@ def _placeholder(like: Tensor, shape: Sequence[int] | None = None) -> Tensor:
 def _lower(
     name: str, outputs: list[Tensor], groups: dict[str, list[Tensor]], num_carry: int
 ) -> _Computation:
-    """Lowers traced `outputs` (the carry first) to a computation over the placeholders in
-    `groups`."""
+    """Lowers traced `outputs`, `num_carry` of carry and then rows, to a computation over the
+    placeholders in `groups`."""
     context = _XLAC.lowering.LoweringContext(name)
     context.set_name_string(name)
     context.build(outputs)
@@ -104,6 +111,10 @@ def _lower(
     )
 
 
+def _s32(builder: object, value: int) -> xb.Op:
+    return xb.Op.scalar(builder, value, dtype=xb.Type.S32)
+
+
 def _while(
     body: _Computation,
     carry: Sequence[Tensor],
@@ -113,7 +124,7 @@ def _while(
     *,
     reverse: bool,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Emits the `while`: (final carry, per-iteration outputs stacked on dim 0)."""
+    """Emits the `while`: (final carry, the body's rows stacked on dim 0)."""
     builder = xb.create_builder("layer_loop")
     inputs = [*carry, *rows, *constants, *body.hoisted]
     params = [xb.mkparam(builder, i, xb.tensor_shape(t)) for i, t in enumerate(inputs)]
@@ -127,18 +138,14 @@ def _while(
         zero = xb.Op.scalar(builder, 0, dtype=xb.Op.from_torch_type(dtype))
         outputs.append(zero.broadcast((num_iterations, *shape)))
 
-    def scalar(value: int) -> xb.Op:
-        return xb.Op.scalar(outer_builder, value, dtype=xb.Type.S32)
-
     def condition(counter: xb.Op, *_: xb.Op) -> xb.Op:
-        return counter < xb.Op.scalar(counter.builder(), num_iterations, dtype=xb.Type.S32)
+        return counter < _s32(counter.builder(), num_iterations)
 
     def step(*state: xb.Op) -> tuple[xb.Op, ...]:
-        nonlocal outer_builder
         counter = state[0]
-        outer_builder = counter.builder()
-        index = scalar(num_iterations - 1) - counter if reverse else counter
-        zero = scalar(0)
+        inner = counter.builder()
+        index = _s32(inner, num_iterations - 1) - counter if reverse else counter
+        zero = _s32(inner, 0)
 
         def row(stacked: xb.Op) -> xb.Op:
             sizes = list(stacked.shape().sizes)
@@ -149,9 +156,9 @@ def _while(
             row(state[first_row + i]) if group == "row" else state[start[group] + i]
             for group, i in body.sources
         ]
-        result = xb.Op.call(body.computation, arguments, builder=outer_builder)
+        result = xb.Op.call(body.computation, arguments, builder=inner)
         new = list(state)
-        new[0] = counter + scalar(1)
+        new[0] = counter + _s32(inner, 1)
         for i in range(len(carry)):
             new[1 + i] = result.get_tuple_element(i)
         for i, (shape, _) in enumerate(body.row_shapes):
@@ -160,9 +167,7 @@ def _while(
             new[first_output + i] = state[first_output + i].dynamic_update_slice(update, at)
         return tuple(new)
 
-    outer_builder = builder
-    counter = xb.Op.scalar(builder, 0, dtype=xb.Type.S32)
-    loop = xb.Op.mkwhile([counter, *params, *outputs], condition, step)
+    loop = xb.Op.mkwhile([_s32(builder, 0), *params, *outputs], condition, step)
     kept = [1 + i for i in range(len(carry))]
     kept += [first_output + i for i in range(len(body.row_shapes))]
     root = xb.Op.tuple([loop.get_tuple_element(i) for i in kept], builder=builder)
@@ -171,6 +176,9 @@ def _while(
 
 
 class _LoopFunction(torch.autograd.Function):
+    """The two loops of a trace as one differentiable function. Twice differentiating it raises
+    RuntimeError."""
+
     @staticmethod
     def forward(ctx, trace: _Trace, num_iterations: int, num_constants: int, carry, *tensors):
         constants, params = tensors[:num_constants], tensors[num_constants:]
@@ -186,6 +194,7 @@ class _LoopFunction(torch.autograd.Function):
         return carry_out, *outputs
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_carry, *grads):
         trace, num_constants = ctx.trace, ctx.num_constants
         saved = ctx.saved_tensors
@@ -209,6 +218,8 @@ def _trace_body(
     with_grad: bool,
     annotate_grad: GradAnnotation | None,
 ) -> _Trace:
+    """Runs the body once on placeholders shaped as the arguments (params as one row of theirs), and
+    its backward pass if `with_grad`, and lowers both."""
     names = list(params)
     carry_in = _placeholder(carry)
     constants_in = [_placeholder(t) for t in constants]
@@ -220,6 +231,7 @@ def _trace_body(
             carry_out, outputs = body(
                 carry_in, dict(zip(names, params_in, strict=True)), tuple(constants_in)
             )
+        _check_carry(carry_in, carry_out)
         forward = _lower("layer_forward", [carry_out, *outputs], forward_groups, 1)
         return _Trace(forward, len(outputs))
 
@@ -256,12 +268,7 @@ def _trace_body(
         carry_out, outputs = body(
             carry_in, dict(zip(names, params_in, strict=True)), tuple(constants_in)
         )
-    if carry_out.shape != carry_in.shape or carry_out.dtype != carry_in.dtype:
-        raise ValueError(
-            "layer loop: the body must keep the carry's shape and dtype, got "
-            f"{tuple(carry_out.shape)} {carry_out.dtype} from {tuple(carry_in.shape)} "
-            f"{carry_in.dtype}"
-        )
+    _check_carry(carry_in, carry_out)
     forward = _lower("layer_forward", [carry_out, *outputs, *stacked], forward_groups, 1)
 
     grad_outputs = [i for i, t in enumerate(outputs) if t.requires_grad]
@@ -282,8 +289,8 @@ def _trace_body(
         ]
 
     def slots(group: str, count: int) -> list[Tensor]:
-        """The backward's placeholder of every value of a group; one never read gets a fresh, unused
-        one."""
+        """The backward's placeholder of every value of a group, a fresh one for a value it never
+        reads."""
         return [unpack((group, i)) for i in range(count)]
 
     backward_rows = slots("param", len(params_in)) + slots("stacked", len(stacked)) + cotangents
@@ -300,30 +307,62 @@ def _trace_body(
     return _Trace(forward, len(outputs), backward, grad_outputs, grad_params)
 
 
+def _check_carry(before: Tensor, after: Tensor) -> None:
+    if after.shape != before.shape or after.dtype != before.dtype:
+        raise ValueError(
+            "layer loop: the body must keep the carry's shape and dtype, got "
+            f"{tuple(after.shape)} {after.dtype} from {tuple(before.shape)} {before.dtype}"
+        )
+
+
+def _check_arguments(
+    carry: Tensor, params: dict[str, Tensor], constants: tuple[Tensor, ...]
+) -> int:
+    """The trip count. Raises ValueError for what a loop cannot run on."""
+    places = {"carry": carry, **{f"constants[{i}]": t for i, t in enumerate(constants)}, **params}
+    for name, tensor in places.items():
+        if tensor.device.type != "xla":
+            raise ValueError(
+                f"layer loop: {name} is on {tensor.device}, expected an XLA device; CPU tensors "
+                "take torch_gemma4.execution.python_loop"
+            )
+    lengths = {name: t.shape[0] for name, t in params.items()}
+    if len(set(lengths.values())) != 1 or 0 in lengths.values():
+        raise ValueError(
+            f"layer loop: stacked parameters need one common length of at least 1, got {lengths}"
+        )
+    for i, tensor in enumerate(constants):
+        if tensor.requires_grad:
+            raise ValueError(
+                f"layer loop: constants[{i}] requires grad and would get none; pass it as a "
+                "stacked parameter, or detached"
+            )
+    return next(iter(lengths.values()))
+
+
 class XlaLoop:
     """LayerLoop on XLA tensors: one compiled `while` for a stack of equal layers.
 
-    Calling it with (body, carry, params, constants): `params` maps names to tensors stacked on dim
-    0 (all of one length, the trip count), `constants` are tensors every iteration reads and none
-    requires grad. Returns (carry, outputs stacked on dim 0). Raises ValueError on unequal lengths
-    or an empty stack.
+    Calling it with (body, carry, params, constants): `carry` is any tensor, whose shape and dtype
+    the body keeps; `params` maps names to tensors [n, ...] of one n >= 1, the trip count;
+    `constants` are tensors that every iteration reads. Returns (carry, outputs stacked on dim 0),
+    as `python_loop` does, differentiable once with respect to carry and params; a parameter that
+    the body does not use has gradient zero.
+
+    Raises ValueError for tensors elsewhere than on an XLA device, for unequal lengths or none, for
+    a constant that requires grad, and for a body that changes the carry's shape or dtype.
     """
 
     def __init__(self, annotate_grad: GradAnnotation | None = None) -> None:
         """`annotate_grad(name, gradient of one iteration)` pins the gradient's sharding inside the
-        loop."""
+        loop; None leaves it open."""
         self._annotate_grad = annotate_grad
         self._traces: dict[tuple, tuple[Body, _Trace]] = {}
 
     def __call__(
         self, body: Body, carry: Tensor, params: dict[str, Tensor], constants: tuple[Tensor, ...]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        lengths = {name: t.shape[0] for name, t in params.items()}
-        if len(set(lengths.values())) != 1:
-            raise ValueError(
-                f"layer loop: stacked parameters need one common length, got {lengths}"
-            )
-        num_iterations = next(iter(lengths.values()))
+        num_iterations = _check_arguments(carry, params, constants)
         tensors = (carry, *constants, *params.values())
         with_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         signature = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)

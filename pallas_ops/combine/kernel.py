@@ -39,7 +39,9 @@ def combine_backward(
     num_choices = weights.shape[1]
     wide = dout.astype(jnp.float32)
     weight_of_row = take_rows(weights.astype(jnp.float32).reshape(-1), slot_of_row)
-    drows = weight_of_row[:, None] * take_rows(wide, slot_of_row // num_choices)
+    # Gathered before it is widened: [R, D] in fp32 would be the largest tensor of the layer.
+    dout_of_row = take_rows(dout, slot_of_row // num_choices)
+    drows = weight_of_row[:, None] * dout_of_row.astype(jnp.float32)
     dweights = [
         jnp.sum(wide * take_rows(rows, row_of_slot[:, k]).astype(jnp.float32), axis=1)
         for k in range(num_choices)

@@ -33,7 +33,7 @@ def gmm(
     group_sizes: jax.Array,
     *,
     transpose_rhs: bool,
-    interpret: bool,
+    interpret: bool | pltpu.InterpretParams,
     tiles: Tiles | None = None,
 ) -> tuple[jax.Array]:
     """One device. lhs [R, K]; rhs [G, K, N], or [G, N, K] transposed; group_sizes int32 [G].
@@ -41,6 +41,8 @@ def gmm(
     num_rows, size_k = lhs.shape
     num_groups = rhs.shape[0]
     size_n = rhs.shape[1] if transpose_rhs else rhs.shape[2]
+    if not num_rows:  # no grid step, no block
+        return (jnp.zeros((0, size_n), lhs.dtype),)
     rhs = rhs.astype(lhs.dtype)
     itemsize = lhs.dtype.itemsize
     if tiles is None:

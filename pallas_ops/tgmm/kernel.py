@@ -29,7 +29,7 @@ def tgmm(
     group_sizes: jax.Array,
     *,
     out_dtype: str,
-    interpret: bool,
+    interpret: bool | pltpu.InterpretParams,
     tiles: Tiles | None = None,
 ) -> tuple[jax.Array]:
     """One device. lhs [R, K], rhs [R, N] of one dtype, group_sizes int32 [G]. Returns ([G, K,
@@ -38,6 +38,8 @@ def tgmm(
     size_n = rhs.shape[1]
     num_groups = group_sizes.shape[0]
     itemsize, out_dtype = lhs.dtype.itemsize, jnp.dtype(out_dtype)
+    if not num_rows:  # no row tile to visit an empty group with
+        return (jnp.zeros((num_groups, size_k, size_n), out_dtype),)
     if tiles is None:
         tiles = choose_tgmm_tiles(
             num_rows, size_k, size_n, num_groups, itemsize, out_dtype.itemsize
@@ -142,7 +144,9 @@ def tgmm_sharded(
     else:
         # Scatter first: the sum over the other axes then moves a shard, not the whole matrix.
         out = jax.lax.psum_scatter(out, weight_axis, scatter_dimension=weight_dim, tiled=True)
-        others = tuple(axis for axis in row_axes if axis != weight_axis)
+        others = tuple(
+            axis for axis in row_axes if axis != weight_axis and jax.lax.axis_size(axis) > 1
+        )
         if others:
             out = jax.lax.psum(out, others)
     return (out.astype(out_dtype),)

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from torch_gemma4.attention import Attention, attend, visible
+from torch_gemma4.execution import Execution
 from torch_gemma4.layer_spec import LayerSpec, RopeSpec
 from torch_gemma4.presets import micro
 from torch_gemma4.rope import apply_rope, rope_tables
@@ -22,7 +23,7 @@ def spec_of(*, full: bool) -> LayerSpec:
 
 
 def module_of(spec: LayerSpec, *, bias: bool = False) -> Attention:
-    attention = Attention(replace(micro(), attention_bias=bias), spec).double()
+    attention = Attention(replace(micro(), attention_bias=bias), spec, Execution()).double()
     with torch.no_grad():
         for param in attention.parameters():
             param.copy_(torch.randn_like(param) * 0.3 + (param.ndim == 1))

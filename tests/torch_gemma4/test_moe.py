@@ -77,7 +77,7 @@ def test_nothing_is_dropped_when_all_tokens_choose_alike() -> None:
 
 @pytest.mark.parametrize("shape", [(3, DIM), (2, 3, DIM)])
 def test_dense_mlp_equals_the_definition(shape: tuple[int, ...]) -> None:
-    mlp = MLP(DIM, WIDTH).double()
+    mlp = MLP(DIM, WIDTH, Execution()).double()
     with torch.no_grad():
         for param in mlp.parameters():
             param.normal_()

@@ -15,7 +15,7 @@ from torch_gemma4.router import Router, Routing, router_statistics, top_k
 
 
 def router_of(dim: int, num_experts: int, k: int) -> Router:
-    router = Router(dim, num_experts, k)
+    router = Router(dim, num_experts, k, Execution())
     with torch.no_grad():
         for param in router.parameters():
             param.copy_(

@@ -91,13 +91,12 @@ def _train(config) -> dict[str, np.ndarray]:
     # Gradients as the backward pass leaves them, before the step states where they belong.
     model.loss(**mesh.place_batch(stream[0])).loss.backward()
     grads = {name: p.grad for name, p in parameters.items()}
-    hlo = torch_xla._XLAC._get_xla_tensors_hlo(list(grads.values()))
     torch_xla.sync()
     spec_of = torch_xla._XLAC._get_xla_sharding_spec
-    results: dict[str, np.ndarray] = {"hlo": np.array(hlo)}
+    results: dict[str, np.ndarray] = {}
     for name, grad in grads.items():
         results[f"grad/{name}"] = grad.cpu().numpy()
-        results[f"spec/{name}"] = np.array(f"{spec_of(grad)} {spec_of(parameters[name])}")
+        results[f"spec/{name}"] = np.array(f"{spec_of(grad)} | {spec_of(parameters[name])}")
         parameters[name].grad = None
 
     step = make_train_step(model, optimizer, mesh)
@@ -108,7 +107,7 @@ def _train(config) -> dict[str, np.ndarray]:
     results["losses"] = np.array([float(loss.cpu()) for loss in losses])
     results["compilations"] = np.array(compilations)
     results["state_spec"] = np.array(
-        [f"{spec_of(optimizer.exp_avg[n])} {spec_of(p)}" for n, p in parameters.items()]
+        [f"{spec_of(optimizer.exp_avg[n])} | {spec_of(p)}" for n, p in parameters.items()]
     )
     return results
 

@@ -1,0 +1,162 @@
+"""Compiles single kernels for one v6e chip with libtpu's compile-only client. No TPU is needed.
+
+    python tests/pallas_ops/aot.py      one JSON object a program, on a line of its own
+
+It is a process of its own because libtpu and JAX read environment variables when they start, and
+because a process that has compiled for a TPU should not go on to run on something else.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",  # lowering needs no device
+    "TPU_SKIP_MDS_QUERY": "1",  # libtpu would wait for the metadata server of a cloud VM
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no lock file: nothing here owns a chip
+}
+LARGE = 1 << 20
+"""Elements from which a relayout is reported; what is below is metadata of groups."""
+
+TOO_LARGE = "tiles beyond VMEM"
+BRANCH = "branch, forward and backward"
+
+
+class Program(NamedTuple):
+    """Arguments of `bridge.lower`."""
+
+    fn: Any
+    signature: tuple[tuple[tuple[int, ...], str], ...]
+    static: dict[str, Any]
+
+
+def programs() -> dict[str, Program]:
+    """Every production product, tgmm with both dtypes of its result, the branch they form, and a
+    product with one tile that no VMEM holds."""
+    from pallas_ops.gmm import kernel as gmm
+    from pallas_ops.gmm.shapes import GEMMA4_26B as GMM_SHAPES
+    from pallas_ops.tgmm import kernel as tgmm
+    from pallas_ops.tgmm.shapes import GEMMA4_26B as TGMM_SHAPES
+    from pallas_ops.tiling import Tiles
+
+    found = {}
+    for shape in GMM_SHAPES:
+        k, n = shape.size_k, shape.size_n
+        signature = (
+            ((shape.num_rows, k), "bfloat16"),
+            ((shape.num_groups, *((n, k) if shape.transpose_rhs else (k, n))), "bfloat16"),
+            ((shape.num_groups,), "int32"),
+        )
+        static = {"transpose_rhs": shape.transpose_rhs}
+        found[shape.name] = Program(gmm.gmm, signature, static)
+    for shape in TGMM_SHAPES:
+        signature = (
+            ((shape.num_rows, shape.size_k), "bfloat16"),
+            ((shape.num_rows, shape.size_n), "bfloat16"),
+            ((shape.num_groups,), "int32"),
+        )
+        for dtype in ("float32", "bfloat16"):
+            found[f"{shape.name}, {dtype}"] = Program(tgmm.tgmm, signature, {"out_dtype": dtype})
+    x, gate_up, sizes = found["wi forward"].signature
+    down = found["wo forward"].signature[1]
+    found[BRANCH] = Program(branch, (x, gate_up, down, sizes, x), {})
+    k, n = 32_768, 2816
+    signature = (((16, k), "bfloat16"), ((2, k, n), "bfloat16"), ((2,), "int32"))
+    static = {"transpose_rhs": False, "tiles": Tiles(16, k, n)}
+    found[TOO_LARGE] = Program(gmm.gmm, signature, static)
+    return found
+
+
+def branch(x, gate_up, down, group_sizes, dout, *, interpret):
+    """The experts of one MoE layer, forward and backward, as the ops of pallas_ops call kernels."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_ops.gmm.kernel import gmm
+    from pallas_ops.tgmm.kernel import tgmm
+
+    def gelu_gate(h):
+        gate, up = jnp.split(h.astype(jnp.float32), 2, axis=1)
+        return (jax.nn.gelu(gate, approximate=True) * up).astype(h.dtype)
+
+    sizes = (group_sizes,)
+    options = {"interpret": interpret}
+    (h,) = gmm(x, gate_up, *sizes, transpose_rhs=True, **options)
+    hidden, gelu_gate_vjp = jax.vjp(gelu_gate, h)
+    (out,) = gmm(hidden, down, *sizes, transpose_rhs=False, **options)
+    (dhidden,) = gmm(dout, down, *sizes, transpose_rhs=True, **options)
+    (dh,) = gelu_gate_vjp(dhidden)
+    (dx,) = gmm(dh, gate_up, *sizes, transpose_rhs=False, **options)
+    (ddown,) = tgmm(hidden, dout, *sizes, out_dtype="float32", **options)
+    (dgate_up,) = tgmm(dh, x, *sizes, out_dtype="float32", **options)
+    return out, dx, dgate_up, ddown
+
+
+def compile_for_v6e(lowered: Any, device: Any) -> dict[str, Any]:
+    """Compiles a `jax.stages.Lowered` for `device`, of a compile-only topology.
+
+    Returns:
+        seconds of processor time; then either error, what the compiler said, or temp_bytes,
+        argument_bytes and output_bytes of HBM, and relayouts: each large copy or transpose of the
+        optimised program, as its opcode and shape.
+    """
+    from jax._src.interpreters import mlir
+    from jax._src.lib import xla_client
+
+    bytecode = mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
+    options = xla_client.CompileOptions()
+    options.num_replicas = options.num_partitions = 1
+    start = time.process_time()
+    try:
+        program = device.client.compile(bytecode, xla_client.DeviceList((device,)), options)
+    except Exception as error:  # jaxlib's error type differs by what failed
+        return {"seconds": time.process_time() - start, "error": str(error)}
+    memory = program.get_compiled_memory_stats()
+    return {
+        "seconds": time.process_time() - start,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "argument_bytes": memory.argument_size_in_bytes,
+        "output_bytes": memory.output_size_in_bytes,
+        "relayouts": relayouts(program.hlo_modules()[0].to_string()),
+    }
+
+
+def relayouts(hlo: str) -> list[str]:
+    """Large copies and transposes in the text of an HLO module, inside fusions too."""
+    found = []
+    for line in hlo.splitlines():
+        match = re.search(r" = (.*?) (copy|copy-start|transpose)\(", line)
+        # XLA writes gathers with transposes that keep the order of dimensions: they do nothing.
+        if match is None or re.search(r"dimensions=\{(0|0,1|0,1,2)\}", line):
+            continue
+        for dtype, dims in re.findall(r"(\w+)\[([\d,]+)\]", match.group(1)):
+            if math.prod(map(int, dims.split(","))) >= LARGE:
+                found.append(f"{match.group(2)} {dtype}[{dims}]")
+    return found
+
+
+def main() -> None:
+    os.environ.update(ENVIRONMENT)
+    sys.path.insert(0, str(Path(__file__).parents[2]))  # a checkout need not be installed
+    from jax.experimental import topologies
+
+    from pallas_ops import bridge
+
+    topology = topologies.get_topology_desc(
+        platform="tpu", topology_name="v6e:1x1", chips_per_host_bounds=(1, 1, 1), num_slices=1
+    )
+    for name, program in programs().items():
+        lowered = bridge.lower(program.fn, program.signature, static=program.static, target="tpu")
+        result = compile_for_v6e(lowered, topology.devices[0])
+        print(json.dumps({"name": name, **result}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
