@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -11,7 +13,7 @@ import torch_xla.core.xla_model as xm
 from torch import Tensor
 
 from torch_gemma4.execution import Execution, Precision, python_loop
-from torch_gemma4.init import init_parameters
+from torch_gemma4.init import initial_values
 from torch_gemma4.model import Gemma4ForCausalLM
 from torch_gemma4.recompute import recompute_layer
 from train.sharding import RULES
@@ -42,9 +44,15 @@ def build_execution(config: RunConfig, mesh: DeviceMesh) -> Execution:
 
 def build_model(config: RunConfig, mesh: DeviceMesh) -> Gemma4ForCausalLM:
     """The model with its initial parameters, each on the mesh as its rule says."""
-    model = Gemma4ForCausalLM(config.model, build_execution(config, mesh))
-    init_parameters(model, config.seed)
-    mesh.place_module(model)
+    with torch.device("meta"):
+        model = Gemma4ForCausalLM(config.model, build_execution(config, mesh))
+    values = initial_values(model, config.seed)
+    # One parameter at a time: the host never holds the whole model.
+    for name, layers in itertools.groupby(values, key=operator.itemgetter(0)):
+        parameter = torch.empty(model.get_parameter(name).shape, dtype=torch.float32)
+        for _, index, value in layers:
+            parameter[index] = value
+        mesh.place_parameter(model, name, parameter)
     return model
 
 

@@ -157,7 +157,7 @@ class SampleConfig:
 
     prompt: str = "def "
     """How it begins."""
-    length: int = 200
+    length: int = 120
     """Tokens to add; 0: no sample."""
     temperature: float = 0.7
     """Of the softmax tokens are drawn from; 0 takes the likeliest."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import torch_xla
+import torch_xla.backends
 import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
@@ -36,6 +37,8 @@ class DeviceMesh:
         # The autograd engine sizes its queues by the client's devices at the process's first
         # backward.
         self.device = torch_xla.device()
+        # Float32 products (the router's) are float32 on a TPU too; bfloat16 ones cost no more.
+        torch_xla.backends.set_mat_mul_precision("highest")
         available = xr.global_runtime_device_count()
         if available != config.num_devices:
             raise ValueError(
@@ -95,17 +98,17 @@ class DeviceMesh:
             return _Constrain.apply(tensor, self, (None,) * tensor.ndim)
         return _Constrain.apply(tensor, self, (ROW_AXES, *[None] * (tensor.ndim - 1)))
 
-    def place_module(self, module: nn.Module) -> None:
-        """Moves the parameters of a CPU module onto the mesh, each as its rule says, and has every
-        gradient lie as its parameter does: left alone, the partitioner may replicate it."""
-        for name, parameter in list(module.named_parameters()):
-            placed = self.place(parameter.data, self.parameter_spec(name, parameter))
-            owner, _, own_name = name.rpartition(".")
-            parameter = nn.Parameter(placed, requires_grad=parameter.requires_grad)
-            if parameter.requires_grad:
-                pin = functools.partial(self._annotate_gradient, name)
-                parameter.register_post_accumulate_grad_hook(pin)
-            setattr(module.get_submodule(owner), own_name, parameter)
+    def place_parameter(self, module: nn.Module, name: str, value: Tensor) -> None:
+        """Puts a CPU tensor onto the mesh as parameter `name` of `module`, as its rule says, and
+        has its gradient lie so too: left alone, the partitioner may replicate that."""
+        owner, _, own_name = name.rpartition(".")
+        requires_grad = module.get_parameter(name).requires_grad
+        placed = self.place(value, self.parameter_spec(name, value))
+        parameter = nn.Parameter(placed, requires_grad=requires_grad)
+        if requires_grad:
+            pin = functools.partial(self._annotate_gradient, name)
+            parameter.register_post_accumulate_grad_hook(pin)
+        setattr(module.get_submodule(owner), own_name, parameter)
 
     def _annotate_gradient(self, name: str, parameter: nn.Parameter) -> None:
         self.annotate_parameter(name, parameter.grad)

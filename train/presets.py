@@ -20,11 +20,11 @@ def cpu_tiny() -> RunConfig:
     return RunConfig(
         name="cpu_tiny",
         model=replace(models.tiny_moe(), load_balance_loss_weight=0.02),
-        steps=120,
+        steps=100,
         precision=PrecisionConfig(compute="float32"),
         data=DataConfig(sequence_length=128, batch_size=16),
         optim=OptimConfig(learning_rate=3e-3, warmup_steps=20),
-        eval=EvalConfig(every=60, batches=8),
+        eval=EvalConfig(every=50, batches=8),
     )
 
 

@@ -15,6 +15,7 @@ from torch_xla.utils.checkpoint import checkpoint
 
 from pallas_ops import OpSharding, bridge, gmm, tgmm
 from pallas_ops.gmm import kernel
+from pallas_ops.tgmm import kernel as tgmm_kernel
 from torch_gemma4.recompute import recompute_layer
 
 
@@ -169,6 +170,20 @@ def test_tpu_kernels_are_in_the_format_that_libtpu_reads():
     # libtpu 0.0.21 reads up to 7, jax 0.7.1 writes 8 unless it exports: pytorch/xla 9614.
     assert ir.IntegerAttr(attributes["stable_mosaic.version"]).value <= 7
     # test_v6e_compile.py has it read.
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("op", ["gmm", "tgmm"])
+def test_only_fp32_operands_are_multiplied_in_fp32(op, dtype):
+    # The default on a TPU is one bf16 pass, whatever the operands' dtype.
+    fn, rhs, static = {
+        "gmm": (kernel.gmm, (4, 128, 256), {"transpose_rhs": False}),
+        "tgmm": (tgmm_kernel.tgmm, (64, 256), {"out_dtype": "float32"}),
+    }[op]
+    signature = (((64, 128), dtype), (rhs, dtype), ((4,), "int32"))
+    text = str(mosaic_module(bridge.lower(fn, signature, static=static, target="tpu").as_text()))
+    assert text.count("tpu.matmul") == 1
+    assert ("contract_precision<fp32>" in text) == (dtype == "float32")
 
 
 def test_cpu_lowering_has_no_custom_call():

@@ -4,6 +4,7 @@ The CPU kernels are plain torch, held to independent references by the other tes
 In fp64 they give the exact result here, and in the op's own dtype the error to be matched.
 """
 
+import functools
 import itertools
 
 import hypothesis.strategies as st
@@ -42,8 +43,11 @@ def wide(tensors):
     return [t.double() if t.is_floating_point() else t for t in tensors]
 
 
-def compare(function, *operands, douts):
-    """The kernels' results, after a check that each errs at most twice as much as plain torch."""
+def compare(function, *operands, douts, one_rounding=False):
+    """The kernels' results, after a check that each errs at most twice as much as plain torch.
+
+    With `one_rounding`, also that no element of a bf16 result is off by more than its own rounding.
+    """
     operands = [t.detach() for t in operands]
     exact = run(function, *wide(operands), douts=wide(douts))
     baseline = run(function, *operands, douts=douts)
@@ -53,6 +57,8 @@ def compare(function, *operands, douts):
         if got.numel():
             floor = torch.finfo(got.dtype).eps * want.abs().max()
             assert (got - want).abs().max() <= 2 * (theirs - want).abs().max() + floor
+        if one_rounding and got.dtype == torch.bfloat16:
+            torch.testing.assert_close(got.double(), want, rtol=2**-8, atol=2e-5)
     return results
 
 
@@ -91,7 +97,7 @@ def compare_gmm(num_rows, sizes, size_k, size_n, transpose_rhs, dtype=torch.floa
 
 
 GMM_CASES = [pytest.param(s, torch.float32, id=s.name) for s in TINY + KNOWN_ISSUES]
-GMM_CASES += [pytest.param(s, torch.bfloat16, id=f"{s.name}, bf16") for s in TINY[2:]]
+GMM_CASES += [pytest.param(s, torch.bfloat16, id=f"{s.name}, bf16") for s in TINY[-2:]]
 
 
 @pytest.mark.parametrize(("shape", "dtype"), GMM_CASES)
@@ -123,14 +129,12 @@ def test_gmm_whatever_the_sizes(sizes, transpose_rhs):
     compare_gmm(NUM_ROWS, sizes, 20, 12, transpose_rhs)
 
 
-@pytest.mark.parametrize("transpose_rhs", [False, True])
-def test_gmm_casts_master_weights_and_does_not_round_their_gradient(transpose_rhs):
-    sizes = [40, 0, 150]
-    lhs, rhs, sizes, dout = gmm_operands(200, sizes, 48, 24, transpose_rhs, torch.bfloat16)
+def test_gmm_casts_master_weights_and_does_not_round_their_gradient():
+    lhs, rhs, sizes, dout = gmm_operands(200, [40, 0, 150], 48, 24, True, torch.bfloat16)
     rhs = torch.randn(rhs.shape)
 
     def product(lhs, rhs, group_sizes):
-        return gmm(lhs, rhs, group_sizes, transpose_rhs=transpose_rhs)
+        return gmm(lhs, rhs, group_sizes, transpose_rhs=True)
 
     rounded = run(product, lhs, rhs.bfloat16(), sizes, douts=[dout], device="xla")
     out, dlhs, drhs = run(product, lhs, rhs, sizes, douts=[dout], device="xla")
@@ -140,9 +144,8 @@ def test_gmm_casts_master_weights_and_does_not_round_their_gradient(transpose_rh
     torch.testing.assert_close(drhs.double(), exact, rtol=1e-5, atol=1e-5)
 
 
-TGMM_CASES = [
-    pytest.param(s, dtype, id=f"{s.name}, {dtype}") for s in TGMM_SHAPES[1:] for dtype in DTYPES
-]
+TGMM_CASES = [pytest.param(s, torch.float32, id=s.name) for s in TGMM_SHAPES[1:]]
+TGMM_CASES += [pytest.param(TGMM_SHAPES[-1], torch.bfloat16, id=f"{TGMM_SHAPES[-1].name}, bf16")]
 
 
 @pytest.mark.parametrize(("shape", "dtype"), TGMM_CASES)
@@ -228,7 +231,7 @@ def test_permute_copies_and_its_gradient_sums(shape, dtype):
     def function(x, *slots):
         return permute(x, plan._replace(row_of_slot=slots[0], slot_of_row=slots[1]))
 
-    out, _ = compare(function, x, *plan[1:], douts=[drows])
+    out, _ = compare(function, x, *plan[1:], douts=[drows], one_rounding=True)
     assert torch.equal(out, permute(x, plan))
 
 
@@ -236,7 +239,8 @@ def test_permute_copies_and_its_gradient_sums(shape, dtype):
 @dispatch_shapes
 def test_unpermute_sums_and_its_gradient_copies(shape, dtype):
     plan, dx, rows = dispatch_case(shape, dtype)
-    _, drows = compare(lambda *args: OPS.unpermute(*args, ""), rows, *plan[1:], douts=[dx])
+    function = functools.partial(OPS.unpermute, sharding="")
+    _, drows = compare(function, rows, *plan[1:], douts=[dx], one_rounding=True)
     assert torch.equal(drows, permute(dx, plan))
 
 
@@ -253,7 +257,7 @@ def test_combine(shape, dtype, weights_dtype):
     def function(rows, weights, *slots):
         return combine(rows, weights, plan._replace(row_of_slot=slots[0], slot_of_row=slots[1]))
 
-    compare(function, rows, weights, *plan[1:], douts=[dout])
+    compare(function, rows, weights, *plan[1:], douts=[dout], one_rounding=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -263,7 +267,7 @@ def test_combine_backward(dtype):
     weights, dweights = torch.rand(2, shape.num_tokens, shape.top_k)
     drows = torch.randn(rows.shape).to(dtype)
     compare(
-        lambda *args: OPS.combine_backward(*args, ""),
+        functools.partial(OPS.combine_backward, sharding=""),
         *(dout, rows, weights, *plan[1:]),
         douts=[drows, dweights],
     )
@@ -274,7 +278,7 @@ def test_combine_backward(dtype):
 def test_gelu_gate(shape, dtype):
     h = (3 * torch.randn(shape)).to(dtype)
     dout = torch.randn(*shape[:-1], shape[-1] // 2).to(dtype)
-    compare(gelu_gate, h, douts=[dout])
+    compare(gelu_gate, h, douts=[dout], one_rounding=True)
 
 
 def test_no_row():

@@ -128,7 +128,7 @@ def test_differentiating_twice_is_refused():
     carry, params, constants = arguments()
     new, _ = recompute_layer(body)(carry, params, constants)
     (grad,) = torch.autograd.grad(new.square().sum(), carry, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice a function .*once_differentiable"):
+    with pytest.raises(RuntimeError, match=r"differentiate twice a function .*once_differentiable"):
         grad.sum().backward()
 
 

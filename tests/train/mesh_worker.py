@@ -134,7 +134,8 @@ def _fsdpv2(config) -> dict[str, np.ndarray]:
     )
     inner = Gemma4ForCausalLM(config.model, execution)
     init_parameters(inner, config.seed)
-    mesh.place_module(inner)
+    for name, parameter in list(inner.named_parameters()):
+        mesh.place_parameter(inner, name, parameter.detach())
     model = SpmdFullyShardedDataParallel(
         inner, mesh=mesh.xla_mesh, shard_output=lambda output, mesh: None
     )

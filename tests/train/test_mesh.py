@@ -113,7 +113,7 @@ def test_torch_xlas_own_wrapper_class_trains_too(runs):
 
 @pytest.fixture(scope="module")
 def step_hlo(runs):
-    """The partitioned, optimised training step of 4 devices: the largest program that was dumped."""
+    """The partitioned, optimised training step of 4 devices: the largest program dumped."""
     programs = sorted(
         runs["dump"].glob("*after_optimizations.txt"), key=lambda path: path.stat().st_size
     )
