@@ -73,17 +73,18 @@ def _train(config: RunConfig, data: TextData, metrics: MetricsWriter) -> None:
         data_wait = time.perf_counter() - asked
         output = train_step(mesh.place_batch(batch))
         compilations.check_step(step, batch)
-        # The row of a step is read while the next one runs: the host never holds the device up.
+        # The row of a step is read while the next one runs: the host never holds a TPU up. A CPU
+        # has run the step by now, and read a step late its time would count for the next row.
         if pending is not None:
             begun = pending.log(metrics, begun)
         pending = _Pending(step, output, data_wait, compilations.count, batch["input_ids"].size)
-        if evaluator.is_due(step):
-            begun = pending.log(metrics, begun, evaluator)
+        is_due = evaluator.is_due(step)
+        if is_due or step == config.steps or config.mesh.platform == "cpu":
+            begun = pending.log(metrics, begun, evaluator if is_due else dict)
             pending = None
+        if is_due:
             compilations.allow()
             begun = time.perf_counter()
-    if pending is not None:
-        pending.log(metrics, begun)
     if config.sample.length:
         metrics.print(_sample(config, data, mesh, make_logits_step(model, mesh)))
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 import torch_xla
-import torch_xla.backends
 import torch_xla.core.xla_model as xm
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
@@ -38,7 +37,8 @@ class DeviceMesh:
         # backward.
         self.device = torch_xla.device()
         # Float32 products (the router's) are float32 on a TPU too; bfloat16 ones cost no more.
-        torch_xla.backends.set_mat_mul_precision("highest")
+        # (torch_xla.backends has this function, but always warns that it was called.)
+        torch_xla._XLAC._xla_set_mat_mul_precision("highest")
         available = xr.global_runtime_device_count()
         if available != config.num_devices:
             raise ValueError(
