@@ -24,14 +24,13 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pallas_ops.sharding import OpSharding
+from pallas_ops.sharding import OpSharding, Target
 
-Target = Literal["cpu", "tpu"]
 Spec = tuple[Any, ...]
 """One entry a dimension: None, a mesh axis, or a tuple of mesh axes."""
 
@@ -55,7 +54,6 @@ def call(
     sharding: OpSharding | None = None,
     in_specs: Sequence[Spec] | None = None,
     out_specs: Sequence[Spec] | None = None,
-    target: Target | None = None,
 ) -> tuple[Tensor, ...]:
     """Calls `fn(*arrays, **static, interpret=...)` on XLA tensors, inside the current lazy graph.
 
@@ -66,10 +64,9 @@ def call(
         tensors: XLA tensors, global shapes. float64, complex and int64 are refused: TPUs have none
             of them.
         static: hashable keyword arguments of `fn`.
-        sharding: the mesh of the call; None calls `fn` on whole arrays.
+        sharding: the mesh of the call; None calls `fn` on whole arrays. Its `target` is what `fn`
+            is lowered for.
         in_specs, out_specs: with a sharding, one spec a tensor: one entry a dimension.
-        target: "cpu" or "tpu"; by default that of the torch_xla runtime. Naming "tpu" on a CPU host
-            gives a graph that only a TPU compiler can take (ahead-of-time compilation).
 
     Returns:
         a tuple of XLA tensors.
@@ -103,9 +100,8 @@ def call(
                 f"({error}); pass tuples, not lists"
             ) from None
     specs = None if sharding is None else (tuple(in_specs), tuple(out_specs))
-    name, computation = _computation(
-        fn, static_items, signature, sharding, specs, target or runtime_target()
-    )
+    target = (sharding and sharding.target) or runtime_target()
+    name, computation = _computation(fn, static_items, signature, sharding, specs, target)
     return tuple(torch_xla._XLAC._xla_user_computation(f"xla::{name}", list(tensors), computation))
 
 

@@ -4,6 +4,10 @@ import json
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from math import prod
+from typing import Literal
+
+Target = Literal["cpu", "tpu"]
+"""A lowering target: Pallas kernels interpreted as HLO, or compiled by Mosaic."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,9 @@ class OpSharding:
     """Axis over which weights are stored sharded."""
     weight_dim: int | None = 0
     """Sharded dimension of a [E, ., .] weight; None = every device holds the whole weight."""
+    target: Target | None = None
+    """What XLA kernels are lowered for; None = the runtime of this process. "tpu" on a host without
+    one gives a graph for ahead-of-time compilation."""
 
     def __post_init__(self):
         names = [name for name, _ in self.mesh]
@@ -39,6 +46,8 @@ class OpSharding:
             for axis in axes:
                 if axis not in names:
                     raise ValueError(f"{field} names axis {axis!r}; the mesh has only {names}")
+        if self.target not in (None, "cpu", "tpu"):
+            raise ValueError(f"target is {self.target!r}; use 'cpu', 'tpu' or None (the runtime's)")
         if self.weight_dim not in (None, 0, 1, 2):
             raise ValueError(f"weight_dim is {self.weight_dim}; use 0, 1, 2 or None (replicated)")
 

@@ -21,10 +21,10 @@ from train.xla_loop import XlaLoop
 
 if TYPE_CHECKING:
     from train.config import RunConfig
-    from train.mesh import DeviceMesh
+    from train.mesh import DeviceMesh, MeshLayout
 
 
-def build_execution(config: RunConfig, mesh: DeviceMesh) -> Execution:
+def build_execution(config: RunConfig, mesh: MeshLayout) -> Execution:
     """How the model runs on this mesh."""
     recompute = None
     if config.recompute:
@@ -62,7 +62,7 @@ def decays(name: str) -> bool:
     return any(rule.dims and fnmatchcase(name, rule.pattern) for rule in RULES)
 
 
-def sharded_zeros(mesh: DeviceMesh, name: str, like: Tensor) -> Tensor:
+def sharded_zeros(mesh: MeshLayout, name: str, like: Tensor) -> Tensor:
     """Zeros that lie as parameter `name` does, made on the devices."""
     zeros = torch.zeros(like.shape, dtype=torch.float32, device=mesh.device)
     return mesh.annotate_parameter(name, zeros)

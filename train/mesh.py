@@ -1,4 +1,4 @@
-"""The device mesh, and the three things done with it: place tensors, state layouts, run ops on it.
+"""The device mesh: `MeshLayout` states how values lie on it, `DeviceMesh` also puts them there.
 
 One process a host owns all its devices; the mesh spans all hosts. Device order is the runtime's, 0,
 1, 2, ..., which is also what the kernels' shard_map assumes.
@@ -18,6 +18,7 @@ import torch_xla.runtime as xr
 from torch import Tensor, nn
 
 from pallas_ops import OpSharding
+from pallas_ops.sharding import Target
 from train.sharding import ROW_AXES, WEIGHT_AXIS, Spec, expert_weight_dim, parameter_spec
 
 if TYPE_CHECKING:
@@ -25,29 +26,17 @@ if TYPE_CHECKING:
     from train.config import MeshConfig
 
 
-class DeviceMesh:
-    """The mesh of a run. Call `train.launch.prepare_environment` first.
+class MeshLayout:
+    """A mesh by name and number, and the layout of every value on it. The devices need not be here:
+    ahead-of-time compilation states the layouts of 128 chips on a host with none."""
 
-    Raises ValueError if the runtime has another number of devices than the config's mesh.
-    """
-
-    def __init__(self, config: MeshConfig) -> None:
-        xr.use_spmd()
-        # The autograd engine sizes its queues by the client's devices at the process's first
-        # backward.
+    def __init__(self, config: MeshConfig, xla_mesh: xs.Mesh, target: Target | None = None) -> None:
+        """`target` is what kernels are lowered for, by default what the runtime runs on."""
+        self.config, self.xla_mesh, self.target = config, xla_mesh, target
         self.device = torch_xla.device()
         # Float32 products (the router's) are float32 on a TPU too; bfloat16 ones cost no more.
         # (torch_xla.backends has this function, but always warns that it was called.)
         torch_xla._XLAC._xla_set_mat_mul_precision("highest")
-        available = xr.global_runtime_device_count()
-        if available != config.num_devices:
-            raise ValueError(
-                f"mesh.data * mesh.fsdp = {config.data} * {config.fsdp} = {config.num_devices}, "
-                f"but the {xr.device_type()} runtime has {available} devices: make them equal"
-            )
-        self.config = config
-        axes, sizes = zip(*config.axes, strict=True)
-        self.xla_mesh = xs.Mesh(np.arange(available), sizes, axes)
 
     @property
     def num_row_shards(self) -> int:
@@ -63,19 +52,8 @@ class DeviceMesh:
             weight_dim=expert_weight_dim(model, self.config.fsdp)
             if model.enable_moe_block
             else None,
+            target=self.target,
         )
-
-    def place(self, tensor: Tensor, spec: Spec) -> Tensor:
-        """A CPU tensor as an XLA tensor that lies as `spec` says; only shards travel."""
-        sharding = xs.ShardingSpec(self.xla_mesh, spec)
-        return xm.send_cpu_data_to_device([tensor.contiguous()], self.device, sharding)[0]
-
-    def place_batch(self, batch: dict[str, np.ndarray]) -> dict[str, Tensor]:
-        """Arrays [B, ...] as XLA tensors split by rows."""
-        return {
-            name: self.place(torch.from_numpy(array), (ROW_AXES, *[None] * (array.ndim - 1)))
-            for name, array in batch.items()
-        }
 
     def annotate(self, tensor: Tensor, spec: Spec) -> Tensor:
         """States, in place, how a value of the lazy graph lies; returns it."""
@@ -98,13 +76,12 @@ class DeviceMesh:
             return _Constrain.apply(tensor, self, (None,) * tensor.ndim)
         return _Constrain.apply(tensor, self, (ROW_AXES, *[None] * (tensor.ndim - 1)))
 
-    def place_parameter(self, module: nn.Module, name: str, value: Tensor) -> None:
-        """Puts a CPU tensor onto the mesh as parameter `name` of `module`, as its rule says, and
-        has its gradient lie so too: left alone, the partitioner may replicate that."""
+    def adopt_parameter(self, module: nn.Module, name: str, tensor: Tensor) -> None:
+        """Makes `tensor`, which lies as it should, parameter `name` of `module`, and has its
+        gradient lie so too: left alone, the partitioner may replicate that."""
         owner, _, own_name = name.rpartition(".")
         requires_grad = module.get_parameter(name).requires_grad
-        placed = self.place(value, self.parameter_spec(name, value))
-        parameter = nn.Parameter(placed, requires_grad=requires_grad)
+        parameter = nn.Parameter(tensor, requires_grad=requires_grad)
         if requires_grad:
             pin = functools.partial(self._annotate_gradient, name)
             parameter.register_post_accumulate_grad_hook(pin)
@@ -112,6 +89,42 @@ class DeviceMesh:
 
     def _annotate_gradient(self, name: str, parameter: nn.Parameter) -> None:
         self.annotate_parameter(name, parameter.grad)
+
+
+class DeviceMesh(MeshLayout):
+    """The mesh of a run, on this process's runtime. Call `train.launch.prepare_environment` first.
+
+    Raises ValueError if the runtime has another number of devices than the config's mesh.
+    """
+
+    def __init__(self, config: MeshConfig) -> None:
+        xr.use_spmd()
+        # Also starts the client: the autograd engine sizes its queues by the client's devices at
+        # the process's first backward.
+        available = xr.global_runtime_device_count()
+        if available != config.num_devices:
+            raise ValueError(
+                f"mesh.data * mesh.fsdp = {config.data} * {config.fsdp} = {config.num_devices}, "
+                f"but the {xr.device_type()} runtime has {available} devices: make them equal"
+            )
+        axes, sizes = zip(*config.axes, strict=True)
+        super().__init__(config, xs.Mesh(np.arange(available), sizes, axes))
+
+    def place(self, tensor: Tensor, spec: Spec) -> Tensor:
+        """A CPU tensor as an XLA tensor that lies as `spec` says; only shards travel."""
+        sharding = xs.ShardingSpec(self.xla_mesh, spec)
+        return xm.send_cpu_data_to_device([tensor.contiguous()], self.device, sharding)[0]
+
+    def place_batch(self, batch: dict[str, np.ndarray]) -> dict[str, Tensor]:
+        """Arrays [B, ...] as XLA tensors split by rows."""
+        return {
+            name: self.place(torch.from_numpy(array), (ROW_AXES, *[None] * (array.ndim - 1)))
+            for name, array in batch.items()
+        }
+
+    def place_parameter(self, module: nn.Module, name: str, value: Tensor) -> None:
+        """Puts a CPU tensor onto the mesh as parameter `name` of `module`, as its rule says."""
+        self.adopt_parameter(module, name, self.place(value, self.parameter_spec(name, value)))
 
 
 class _Constrain(torch.autograd.Function):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from train.optim import clip_by_global_norm
 
 if TYPE_CHECKING:
     from torch_gemma4.model import Gemma4ForCausalLM
-    from train.mesh import DeviceMesh
+    from train.mesh import MeshLayout
     from train.optim import AdamW
 
 Batch = dict[str, Tensor]
@@ -21,24 +22,27 @@ Batch = dict[str, Tensor]
 
 
 def make_train_step(
-    model: Gemma4ForCausalLM, optimizer: AdamW, mesh: DeviceMesh
+    model: Gemma4ForCausalLM, optimizer: AdamW, mesh: MeshLayout
 ) -> Callable[[Batch], dict[str, Tensor]]:
     """The training step: batch -> metrics as device tensors. One graph, compiled once."""
-    parameters = optimizer.parameters
+    step = functools.partial(train_step, model, optimizer, mesh)
+    return torch_xla.compile(step, full_graph=True, name="train_step")
 
-    def train_step(batch: Batch) -> dict[str, Tensor]:
-        output = model.loss(**batch)
-        output.loss.backward()
-        grads = list(optimizer.gradients().values())
-        grad_norm = clip_by_global_norm(grads, optimizer.config.clip_norm)
-        rate = optimizer.step()
-        _pin_state(optimizer, mesh)
-        metrics = {"grad_norm": grad_norm, "learning_rate": rate, **_reported(output)}
-        for parameter in parameters.values():
-            parameter.grad = None
-        return metrics
 
-    return torch_xla.compile(train_step, full_graph=True, name="train_step")
+def train_step(
+    model: Gemma4ForCausalLM, optimizer: AdamW, mesh: MeshLayout, batch: Batch
+) -> dict[str, Tensor]:
+    """What training is: forward, backward, clip, update. Returns metrics as lazy tensors."""
+    output = model.loss(**batch)
+    output.loss.backward()
+    grads = list(optimizer.gradients().values())
+    grad_norm = clip_by_global_norm(grads, optimizer.config.clip_norm)
+    rate = optimizer.step()
+    _pin_state(optimizer, mesh)
+    metrics = {"grad_norm": grad_norm, "learning_rate": rate, **_reported(output)}
+    for parameter in optimizer.parameters.values():
+        parameter.grad = None
+    return metrics
 
 
 def make_eval_step(model: Gemma4ForCausalLM) -> Callable[[Batch], dict[str, Tensor]]:
@@ -54,7 +58,7 @@ def make_eval_step(model: Gemma4ForCausalLM) -> Callable[[Batch], dict[str, Tens
 
 
 def make_logits_step(
-    model: Gemma4ForCausalLM, mesh: DeviceMesh
+    model: Gemma4ForCausalLM, mesh: MeshLayout
 ) -> Callable[[Tensor, Tensor], Tensor]:
     """Logits [B, V] of the last position of input_ids [B, S] under segment_ids [B, S]."""
 
@@ -76,7 +80,7 @@ def _reported(output) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in values.items() if value is not None}
 
 
-def _pin_state(optimizer: AdamW, mesh: DeviceMesh) -> None:
+def _pin_state(optimizer: AdamW, mesh: MeshLayout) -> None:
     """New state lies as the old did; otherwise the next step would be another program."""
     for name, parameter in optimizer.parameters.items():
         for tensor in (parameter, optimizer.exp_avg[name], optimizer.exp_avg_sq[name]):

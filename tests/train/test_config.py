@@ -46,7 +46,6 @@ from train.presets import PRESETS, cpu_tiny
         (lambda: _tiny(steps=0), r"steps = 0: give at least 1"),
         (lambda: _tiny(name="a/b"), r"name = 'a/b': .*--log\.dir"),
         (lambda: _tiny(name=".."), r"name = '\.\.': it names a folder"),
-        (lambda: _tiny(steps=20), r"optim\.warmup_steps = 20: training ends after steps = 20"),
         (
             lambda: _tiny(data=DataConfig(batch_size=6)),
             r"data\.batch_size = 6: give a multiple of mesh\.data \* mesh\.fsdp = 4",

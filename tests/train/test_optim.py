@@ -225,3 +225,8 @@ def test_nothing_to_train_is_refused():
     frozen = {name: p.requires_grad_(False) for name, p in parameters().items()}
     with pytest.raises(ValueError, match="none of 3 parameters requires grad"):
         AdamW(frozen, OptimConfig(), 9, decays=lambda name: True)
+
+
+def test_a_run_shorter_than_its_warm_up_only_rises():
+    config = OptimConfig(learning_rate=1.0, warmup_steps=10, schedule="cosine")
+    assert rates(config, 5, [1, 5]) == pytest.approx([0.1, 0.5])

@@ -1,0 +1,1 @@
+"""Causal attention, whole or in a sliding window, inside documents."""
