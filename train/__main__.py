@@ -1,4 +1,4 @@
-"""`python -m train [run | info]`: the command line."""
+"""`python -m train [run | info | compile]`: the command line."""
 
 import sys
 from argparse import ArgumentParser
@@ -29,6 +29,7 @@ class Run:
       python -m train --data.path ~/books --steps 1000      your own text
       python -m train --preset gemma4_26b_a4b               on every host of a v6e-128 slice
       python -m train info --help                           what a run needs, without running it
+      python -m train compile --help                        what a TPU's compiler says of it
 
     Progress is on the terminal, and in runs/NAME: config.json, metrics.jsonl (one object a step)
     and TensorBoard scalars. A NAME already there gets -2 behind it. Training ends with held-out
@@ -58,8 +59,29 @@ class Info:
     config: Config
 
 
-COMMANDS = {"run": Run, "info": Info}
-Command = TypeVar("Command", Run, Info)
+@dataclass(frozen=True, kw_only=True)
+class Compile:
+    """Compiles the real training step for a TPU slice that is not here, and tells what the compiler
+    made of it: whether it fits, what it gathers, what it copies. Nothing runs and nothing is
+    measured; a TPU is not needed, libtpu is (pip install -e '.[aot]').
+
+      python -m train compile --preset cpu_tiny --topology v6e-8
+      python -m train compile --preset gemma4_26b_a4b --topology v6e-128 --data.sequence_length 1024
+
+    The mesh follows the topology. report.json, report.md and the optimised program are written.
+    """
+
+    preset: PresetName
+    """Where every other option has its default from; choose it first."""
+    topology: str = "v6e-128"
+    """v6e-1, 4, 8, 16, 32, 64, 128 or 256."""
+    out: str = "runs/compile"
+    """Folder of the report; a subfolder PRESET-TOPOLOGY is made in it."""
+    config: Config
+
+
+COMMANDS = {"run": Run, "info": Info, "compile": Compile}
+Command = TypeVar("Command", Run, Info, Compile)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -81,6 +103,10 @@ def main(arguments: Sequence[str]) -> None:
                 from train.info import print_info
 
                 print_info(config, as_json=as_json)
+            case Compile(config=config, topology=topology, out=out):
+                from train.compile.command import compile_and_report
+
+                compile_and_report(config, topology, out)
 
 
 def parse(command: type[Command], arguments: Sequence[str]) -> Command:

@@ -52,6 +52,28 @@ def prepare_environment(
     environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 
+def prepare_tracing(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Sets what torch_xla, jax and libtpu read to trace and compile for a slice that is not here.
+
+    One CPU device; libtpu asks no metadata server what machine this is, and several compilers may
+    run beside each other. Raises RuntimeError if torch_xla or jax was imported too soon.
+    """
+    imported = [name for name in ("torch_xla", "jax") if name in sys.modules]
+    if imported:
+        raise RuntimeError(
+            f"{' and '.join(imported)} imported before the environment was prepared: call "
+            "train.launch.prepare_tracing first, or start a new process"
+        )
+    environment.update(
+        PJRT_DEVICE="CPU",
+        CPU_NUM_DEVICES="1",
+        JAX_PLATFORMS="cpu",
+        TPU_SKIP_MDS_QUERY="1",
+        ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+    )
+    environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+
 def refuse_several_processes(environment: MutableMapping[str, str] = os.environ) -> None:
     """Raises ValueError if a launcher (torchrun) started more than one process on this host."""
     processes = environment.get("LOCAL_WORLD_SIZE", "1")

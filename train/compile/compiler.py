@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from train.compile.topology import Topology
-from train.compile.trace import TracedStep
+if TYPE_CHECKING:
+    from train.compile.topology import Topology
+    from train.compile.trace import TracedStep
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,9 @@ def compile_step(step: TracedStep, topology: Topology) -> Program:
     import jax
     from jax._src.lib import xla_client
     from jax.experimental import topologies
+
+    # The step's layouts are annotations for GSPMD, which is torch_xla's partitioner.
+    jax.config.update("jax_use_shardy_partitioner", False)
 
     if step.num_chips != topology.num_chips:
         raise ValueError(

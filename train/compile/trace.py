@@ -2,9 +2,9 @@
 
 Parameters, moments and batch are placeholders: shapes with no memory behind them, so 26 B
 parameters cost nothing. Every argument carries the layout of the real run, and each piece of state
-is marked as sharing its buffer with the value that replaces it, so that the compiler's memory figure
-is the true one. Backward passes count devices in 8 bits, which is why the 128 chips are a mesh of
-numbers over one real device.
+is marked as sharing its buffer with the value that replaces it, so that the compiler's memory
+figure is the true one. Backward passes count devices in 8 bits, which is why the 128 chips are a
+mesh of numbers over one real device.
 """
 
 from __future__ import annotations

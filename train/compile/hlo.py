@@ -1,0 +1,168 @@
+"""Reads an optimised HLO program: what is executed, how often, and how many bytes it moves.
+
+A program is text. Instructions are counted once for every time the computation that holds them
+runs: the entry once, a `while` body as often as its loop turns, a called computation as often as
+its caller. What is inside a fusion moves no bytes of HBM of its own, so only the fusion counts, by
+the kind of work that its inside shows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+_BYTES = {
+    "pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2,
+    "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8, "c64": 8,
+}  # fmt: skip
+_SHAPE = re.compile(r"\b(" + "|".join(_BYTES) + r")\[([\d,]*)\]")
+_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.+?) ([\w\-]+)\((.*)$")
+_COMPUTATION = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\{$")
+_CALLED = re.compile(r"(?:calls|to_apply|body|condition|async_computation)=%([\w.\-]+)")
+_TRIP_COUNT = re.compile(r'known_trip_count"?:\{"?n"?:"(\d+)"')
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+
+COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+FORMATTING = {"copy", "transpose", "pad", "slice", "concatenate", "reshape", "bitcast"}
+FORMATTING |= {"dynamic-slice", "dynamic-update-slice"}
+"""Opcodes that only move data."""
+
+
+def shape_bytes(text: str) -> int:
+    """Bytes of every array named in a piece of HLO, without tiling's padding."""
+    total = 0
+    for dtype, dims in _SHAPE.findall(text):
+        size = _BYTES[dtype]
+        for dim in filter(None, dims.split(",")):
+            size *= int(dim)
+        total += size
+    return total
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a computation."""
+
+    name: str
+    """Without the percent sign."""
+    shape: str
+    """Of its result, as text."""
+    opcode: str
+    """As HLO spells it."""
+    rest: str
+    """Operands and attributes, as text."""
+
+    @property
+    def called(self) -> list[str]:
+        """Computations that it names."""
+        return _CALLED.findall(self.rest)
+
+    @property
+    def operands(self) -> list[str]:
+        """Names of its operands."""
+        return re.findall(r"%([\w.\-]+)", self.rest.split(")", 1)[0])
+
+    @property
+    def estimated_cycles(self) -> int:
+        """The compiler's own estimate, 0 where it gives none."""
+        found = _CYCLES.search(self.rest)
+        return int(found[1]) if found else 0
+
+
+@dataclass
+class Computation:
+    """A named list of instructions."""
+
+    name: str
+    """Without the percent sign."""
+    instructions: dict[str, Instruction] = field(default_factory=dict)
+    """By name, in the order of the schedule."""
+
+
+@dataclass(frozen=True)
+class Executed:
+    """An instruction and how often a step runs it."""
+
+    instruction: Instruction
+    """The line."""
+    computation: Computation
+    """Where it stands."""
+    count: int
+    """Executions a step."""
+
+
+class Program:
+    """A parsed module."""
+
+    def __init__(self, text: str) -> None:
+        self.computations: dict[str, Computation] = {}
+        self.entry = ""
+        current = None
+        for line in text.splitlines():
+            if header := _COMPUTATION.match(line):
+                current = self.computations[header[2]] = Computation(header[2])
+                if header[1]:
+                    self.entry = header[2]
+            elif current is not None and (found := _INSTRUCTION.match(line)):
+                instruction = Instruction(*found.groups())
+                current.instructions[instruction.name] = instruction
+        if not self.entry:
+            raise ValueError("no ENTRY computation in this text: give an HLO module")
+
+    def trip_count(self, loop: Instruction) -> int | None:
+        """Turns of a `while`: as the compiler says, or the literal its condition compares with."""
+        if found := _TRIP_COUNT.search(loop.rest):
+            return int(found[1])
+        condition = re.search(r"condition=%([\w.\-]+)", loop.rest)[1]
+        bounds = [
+            int(constant[1])
+            for instruction in self.computations[condition].instructions.values()
+            if instruction.opcode == "constant"
+            and (constant := re.match(r"(\d+)\)", instruction.rest))
+        ]
+        return bounds[0] if len(bounds) == 1 else None
+
+    @cached_property
+    def unknown_loops(self) -> list[str]:
+        """Loops without a known trip count; they are counted as one turn."""
+        return [
+            instruction.name
+            for computation in self.computations.values()
+            for instruction in computation.instructions.values()
+            if instruction.opcode == "while" and self.trip_count(instruction) is None
+        ]
+
+    def executed(self) -> Iterator[Executed]:
+        """Every instruction that a step runs outside fusions, with its count."""
+        yield from self._walk(self.entry, 1)
+
+    def _walk(self, name: str, count: int) -> Iterator[Executed]:
+        computation = self.computations[name]
+        for instruction in computation.instructions.values():
+            yield Executed(instruction, computation, count)
+            if instruction.opcode == "while":
+                body = re.search(r"body=%([\w.\-]+)", instruction.rest)[1]
+                yield from self._walk(body, count * (self.trip_count(instruction) or 1))
+            elif instruction.opcode in ("call", "conditional", "async-start"):
+                for called in instruction.called:
+                    yield from self._walk(called, count)
+
+    def inside(self, instruction: Instruction) -> Iterator[Instruction]:
+        """The instructions of a fusion, nested ones too; none for other instructions."""
+        if instruction.opcode != "fusion":
+            return
+        for called in instruction.called:
+            for inner in self.computations[called].instructions.values():
+                yield inner
+                yield from self.inside(inner)
+
+    def operand_bytes(self, executed: Executed) -> int:
+        """Bytes of an instruction's operands."""
+        known = executed.computation.instructions
+        return sum(
+            shape_bytes(known[name].shape)
+            for name in executed.instruction.operands
+            if name in known
+        )
