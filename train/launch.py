@@ -55,8 +55,8 @@ def prepare_environment(
 def prepare_tracing(environment: MutableMapping[str, str] = os.environ) -> None:
     """Sets what torch_xla, jax and libtpu read to trace and compile for a slice that is not here.
 
-    One CPU device; libtpu asks no metadata server what machine this is, and several compilers may
-    run beside each other. Raises RuntimeError if torch_xla or jax was imported too soon.
+    One CPU device; libtpu asks no metadata server what machine this is (and does not complain that
+    it got no answer), and several compilers may run beside each other. Raises RuntimeError if torch_xla or jax was imported too soon.
     """
     imported = [name for name in ("torch_xla", "jax") if name in sys.modules]
     if imported:
@@ -69,6 +69,8 @@ def prepare_tracing(environment: MutableMapping[str, str] = os.environ) -> None:
         CPU_NUM_DEVICES="1",
         JAX_PLATFORMS="cpu",
         TPU_SKIP_MDS_QUERY="1",
+        TPU_ACCELERATOR_TYPE="v6e-1",
+        TPU_WORKER_HOSTNAMES="localhost",
         ALLOW_MULTIPLE_LIBTPU_LOAD="1",
     )
     environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
