@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.static_schedule import Copy, window_bytes
+
 _LARGE = 1 << 20
 """Elements from which a value is left unknown: no decision about steps is that long."""
 _LANES = 128
@@ -129,7 +131,9 @@ def _steps(params: dict[str, Any], operands: list[Any]) -> GridSteps:
         else:
             written += nbytes * np.append(changes, True)
         shapes.append(shape)
-        sizes.append(int(_copied_bytes(shape, np.zeros((1, len(shape)), int), block.array_shape_dtype)[0]))
+        sizes.append(
+            int(_copied_bytes(shape, np.zeros((1, len(shape)), int), block.array_shape_dtype)[0])
+        )
     return GridSteps(
         grid,
         ids,
@@ -183,3 +187,33 @@ def _copied_bytes(shape, indices: np.ndarray, array) -> np.ndarray:
     inside = np.minimum(np.array(array.shape) - indices * np.array(shape), np.array(shape))
     tile = ([1] * len(shape) + [_SUBLANES, _LANES])[-len(shape) :] if len(shape) > 1 else [_LANES]
     return (-(-inside // tile) * tile).prod(axis=1) * np.dtype(array.dtype).itemsize
+
+
+def window_steps(copies: Sequence[Copy]) -> GridSteps:
+    """Steps of one fusion of XLA, from the windows that its own emitter writes beside its copies.
+
+    Every operand that is copied in windows moves once, a window a step; what XLA keeps in VMEM for
+    the whole fusion is not among them. Raises ValueError without windows.
+    """
+    copies = [copy for copy in copies if "iteration_bounds" in copy.window]
+    if not copies:
+        raise ValueError("no copy of this kernel names its windows: not a fusion of XLA's emitter")
+    grid = copies[0].window["iteration_bounds"]
+    num_steps = math.prod(grid)
+    moved = {"hbm_to_vmem": np.zeros(num_steps, np.int64)}
+    moved["vmem_to_hbm"] = np.zeros_like(moved["hbm_to_vmem"])
+    sizes = []
+    for copy in copies:
+        window, whole = window_bytes(copy)
+        before = np.arange(num_steps) * window
+        moved[copy.direction] += np.clip(whole - before, 0, window)
+        sizes.append(window)
+    return GridSteps(
+        grid,
+        tuple(axis.ravel() for axis in np.indices(grid)),
+        (),
+        tuple(copy.window["window_bounds"] for copy in copies),
+        tuple(sizes),
+        moved["hbm_to_vmem"],
+        moved["vmem_to_hbm"],
+    )

@@ -9,8 +9,8 @@ branch names a region, and the comments after bundles say where regions start. F
 libtpu 0.0.21. Invariants:
 
 - a branch has `DELAY_SLOTS` bundles after it that run either way;
-- a forward branch skips the bundles from there to its target; when the target lies past the end of
-  the region it leaves, what it skips begins at that end (the `else` of an `if`);
+- a forward branch skips the bundles from there to its target (an `else` is a guard of its own, with
+  the opposite predicate);
 - a backward branch closes a loop, which holds its delay slots.
 """
 
@@ -33,7 +33,7 @@ _BUNDLE = re.compile(r"^ *(?:0x)?[0-9a-f]+ +(?:[A-Z]{2})? *:(?: >+)? ", re.MULTI
 _BRANCH = re.compile(r"= sbr\.rel .*?region = (\d+)")
 _START = re.compile(r"Start(?:/End empty)? region (\d+)")
 _COPY = re.compile(
-    r"= dma\.(hbm_to_vmem|vmem_to_hbm) .*?/\*size_in_granules=\*/(%?\w+)(?:.*?/\* (.*?)\*/)?",
+    r"= dma\.(hbm_to_vmem|vmem_to_hbm) .*?/\*size_in_granules=\*/(%?\w+)(?:.*?/\*\s(.*?)\*/)?",
     re.DOTALL,
 )
 _VMEM = re.compile(r"space=vmem, size = (0x[0-9a-f]+), offset = (0x[0-9a-f]+|0)")
@@ -204,8 +204,7 @@ def find_regions(listing: list[str]) -> tuple[Region, ...]:
         if target <= index:
             spans.append((target, after, "loop"))
             continue
-        leaves = [last for first, last, kind in spans if first <= index < last < target]
-        spans.append((max([after, *leaves]), target, "guard"))
+        spans.append((after, target, "guard"))
     return _nest(sorted(set(spans), key=lambda span: (span[0], -span[1], span[2] != "loop")))
 
 

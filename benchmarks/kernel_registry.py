@@ -1,0 +1,263 @@
+"""Kernels that `benchmarks.kernel_profile` knows: one function an op, one entry a shape.
+
+An entry says how to lower the kernel, which of its arguments decide its steps, and when each region
+of its body runs; grid, blocks and copies come from the kernel itself. A new kernel is a function
+that returns its entries and a line in `OPS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from benchmarks.grid_steps import GridSteps
+from benchmarks.step_time import Visit
+from pallas_ops.gmm import kernel as gmm_kernel
+from pallas_ops.gmm import shapes as gmm_shapes
+from pallas_ops.tgmm import kernel as tgmm_kernel
+from pallas_ops.tgmm import shapes as tgmm_shapes
+from pallas_ops.tiling import Tiles
+
+ROUTINGS = ("balanced", "worst", "aligned")
+Signature = tuple[tuple[tuple[int, ...], str], ...]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel at one shape."""
+
+    op: str
+    """The op's name."""
+    shape: str
+    """The shape's name."""
+    fn: Callable[..., Any]
+    """Module-level JAX function, called with `interpret`."""
+    signature: Signature
+    """Shape and dtype name of its arguments."""
+    flops: int
+    """Useful multiplications and additions."""
+    compiled_name: str
+    """Name of the kernel in the compiler's dump."""
+    static: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of `fn`."""
+    visits: tuple[Visit, ...] = ()
+    """When each region of the body runs."""
+    routed: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Arguments that are group sizes, by position: rows, groups."""
+    is_pallas: bool = True
+    """Whether it is a Pallas call; else a fusion of XLA."""
+    libtpu_flags: tuple[str, ...] = ()
+    """More of LIBTPU_INIT_ARGS."""
+    published_ms: float | None = None
+    """Time measured by others on a v6e."""
+    note: str = ""
+    """Why the estimate is off the published time."""
+    is_tiny: bool = False
+    """Whether it is for tests, and run only when named."""
+
+
+def group_sizes(routing: str, num_rows: int, num_groups: int) -> np.ndarray:
+    """int32 [num_groups] rows of each group.
+
+    "balanced": every row chooses a group uniformly at random, seed 0. "worst": equal groups moved
+    so that each boundary lies inside a row tile, whatever its size. "aligned": equal groups, whose
+    boundaries are those of tiles where tiles divide a group: what no kernel can beat. Raises
+    ValueError for another name.
+    """
+    if routing == "balanced":
+        return (
+            np.random.default_rng(0)
+            .multinomial(num_rows, [1 / num_groups] * num_groups)
+            .astype(np.int32)
+        )
+    if routing in ("worst", "aligned"):
+        bounds = np.arange(num_groups + 1) * num_rows // num_groups
+        if routing == "worst":
+            bounds[1:-1] = bounds[1:-1] // 16 * 16 + 1  # tiles are multiples of 16 rows
+        return np.diff(bounds).astype(np.int32)
+    raise ValueError(f"routing={routing!r} is unknown; use one of {ROUTINGS}")
+
+
+def find(op: str, shape: str, tiles: Tiles | None = None) -> Kernel:
+    """The entry of one kernel. Raises ValueError, naming what is known."""
+    entries = kernels(op, tiles)
+    if shape not in entries:
+        raise ValueError(f"{op} has no shape {shape!r}; use one of {sorted(entries)}")
+    return entries[shape]
+
+
+def kernels(op: str, tiles: Tiles | None = None) -> dict[str, Kernel]:
+    """The entries of one op by shape, with the op's own tiles or the given ones."""
+    if op not in OPS:
+        raise ValueError(f"op={op!r} is unknown; use one of {sorted(OPS)}")
+    return {kernel.shape: kernel for kernel in OPS[op](tiles)}
+
+
+def _gmm(tiles: Tiles | None) -> list[Kernel]:
+    found = []
+    for shape in (*gmm_shapes.GEMMA4_26B, *gmm_shapes.TINY[1:2]):
+        k, n, groups = shape.size_k, shape.size_n, shape.num_groups
+
+        def live(steps: GridSteps) -> np.ndarray:
+            return steps.ids[1] < steps.scalars[3][0]
+
+        def opens(steps: GridSteps) -> np.ndarray:
+            return live(steps) & (steps.ids[2] == 0)
+
+        def computes(steps: GridSteps, groups=groups) -> np.ndarray:
+            return live(steps) & (steps.scalars[0][steps.ids[1]] < groups)
+
+        def closes(steps: GridSteps) -> np.ndarray:
+            return live(steps) & (steps.ids[2] == steps.grid[2] - 1)
+
+        found.append(
+            Kernel(
+                op="gmm",
+                shape=shape.name,
+                fn=gmm_kernel.gmm,
+                signature=(
+                    ((shape.num_rows, k), "bfloat16"),
+                    ((groups, *((n, k) if shape.transpose_rhs else (k, n))), "bfloat16"),
+                    ((groups,), "int32"),
+                ),
+                static={"transpose_rhs": shape.transpose_rhs, "tiles": tiles},
+                flops=shape.flops,
+                compiled_name="gmm",
+                visits=(
+                    Visit("zero", opens),
+                    Visit("accumulate", computes),
+                    Visit("store", closes),
+                ),
+                routed={2: (shape.num_rows, groups)},
+                is_tiny=shape in gmm_shapes.TINY,
+            )
+        )
+    return found
+
+
+def _tgmm(tiles: Tiles | None) -> list[Kernel]:
+    def group(steps: GridSteps) -> np.ndarray:
+        return steps.scalars[0][steps.ids[2]]
+
+    def live(steps: GridSteps) -> np.ndarray:
+        return steps.ids[2] < steps.scalars[3][0]
+
+    def opens(steps: GridSteps) -> np.ndarray:
+        before = steps.scalars[0][np.maximum(steps.ids[2] - 1, 0)]
+        return live(steps) & ((steps.ids[2] == 0) | (before != group(steps)))
+
+    def computes(steps: GridSteps) -> np.ndarray:
+        return live(steps) & (np.diff(steps.scalars[2])[group(steps)] > 0)
+
+    def closes(steps: GridSteps) -> np.ndarray:
+        last = steps.scalars[3][0] - 1
+        after = steps.scalars[0][np.minimum(steps.ids[2] + 1, last)]
+        return live(steps) & ((steps.ids[2] == last) | (after != group(steps)))
+
+    return [
+        Kernel(
+            op="tgmm",
+            shape=f"{shape.name}, {dtype}",
+            fn=tgmm_kernel.tgmm,
+            signature=(
+                ((shape.num_rows, shape.size_k), "bfloat16"),
+                ((shape.num_rows, shape.size_n), "bfloat16"),
+                ((shape.num_groups,), "int32"),
+            ),
+            static={"out_dtype": dtype, "tiles": tiles},
+            flops=shape.flops,
+            compiled_name="tgmm",
+            visits=(Visit("zero", opens), Visit("accumulate", computes), Visit("store", closes)),
+            routed={2: (shape.num_rows, shape.num_groups)},
+        )
+        for shape in tgmm_shapes.GEMMA4_26B
+        for dtype in ("float32", "bfloat16")
+    ]
+
+
+def megablox_gmm(lhs, rhs, group_sizes, *, tiles: Tiles, interpret: bool):
+    """jax's public grouped matmul, bf16 out: lhs [R, K], rhs [G, K, N] to ([R, N],)."""
+    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
+
+    tiling = (tiles.tile_m, tiles.tile_k, tiles.tile_n)
+    out = gmm(
+        lhs,
+        rhs,
+        group_sizes,
+        preferred_element_type=lhs.dtype,
+        tiling=tiling,
+        interpret=interpret,
+    )
+    return (out,)
+
+
+def _megablox(tiles: Tiles | None) -> list[Kernel]:
+    return [
+        Kernel(
+            op="megablox",
+            shape=f"[{m},{k}]x[128,{k},{n}]",
+            fn=megablox_gmm,
+            signature=(((m, k), "bfloat16"), ((128, k, n), "bfloat16"), ((128,), "int32")),
+            static={"tiles": tiles or Tiles(512, k, n)},
+            flops=2 * m * k * n,
+            compiled_name="gmm",
+            routed={2: (m, 128)},
+            libtpu_flags=("--xla_tpu_scoped_vmem_limit_kib=81920",),  # it names no limit itself
+            published_ms=published,
+            note=note,
+        )
+        for m, k, n, published, note in PUBLISHED
+    ]
+
+
+_BOUNDS = (
+    "{}; which groups the published run had is not known, and its kernel is tokamax's: aligned "
+    "groups give a bound from below, as they should, and unaligned ones cost up to 25 % more steps"
+)
+_DMA = (
+    "low: copies take 88 % of the time at full bandwidth, so what the model leaves out counts; "
+    "1,400 GB/s and 0.2 us more a step, both guesses, would give 0.87 aligned and 0.90 worst"
+)
+# From tokamax's autotune tables for v6e, bf16; the last line is the peer of estimating.md.
+PUBLISHED = (
+    (262_144, 4096, 1536, 4.589, _BOUNDS.format("compute-bound")),
+    (262_144, 1536, 4096, 4.851, _BOUNDS.format("compute-bound but where the group changes")),
+    (393_216, 2048, 768, 2.237, _DMA),
+    (262_144, 2816, 1408, None, ""),
+)
+
+
+def xla_matmul(lhs, rhs, *, interpret: bool):
+    """XLA's own product: lhs [M, K], rhs [K, N] to ([M, N],)."""
+    del interpret
+    return (lhs @ rhs,)
+
+
+def _xla_matmul(tiles: Tiles | None) -> list[Kernel]:
+    if tiles is not None:
+        raise ValueError("op='xla_matmul' chooses its own tiles; leave tiles out")
+    m, k, n = gmm_shapes.R26B, 2816, 1408
+    return [
+        Kernel(
+            op="xla_matmul",
+            shape=f"{m}x{k}x{n}",
+            fn=xla_matmul,
+            signature=(((m, k), "bfloat16"), ((k, n), "bfloat16")),
+            flops=2 * m * k * n,
+            compiled_name="fusion",
+            is_pallas=False,
+        )
+    ]
+
+
+OPS: dict[str, Callable[[Tiles | None], list[Kernel]]] = {
+    "gmm": _gmm,
+    "tgmm": _tgmm,
+    "megablox": _megablox,
+    "xla_matmul": _xla_matmul,
+}
+CALIBRATION = ("megablox", "xla_matmul")
+"""Ops that are only there to check the estimates."""
