@@ -55,8 +55,8 @@ class Options:
     """Threads of torch."""
     seed: int = 0
     """Of inputs and routing."""
-    output: Path = Path(__file__).parent / "results" / "cpu_moe.json"
-    """Where the numbers go."""
+    output: Path | None = None
+    """JSON file for the numbers; none: the table only."""
 
     @property
     def flops(self) -> int:
@@ -240,9 +240,10 @@ def main(options: Options) -> None:
         "options": {key: value for key, value in asdict(options).items() if key != "output"},
         "results": rows,
     }
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(report, indent=2) + "\n")
+    if options.output is not None:
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(report, indent=2) + "\n")
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options))
+    main(tyro.cli(Options, prog="python -m benchmarks.cpu_moe"))

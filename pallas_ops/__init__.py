@@ -9,6 +9,7 @@ the matrix products G groups, [K, N] one group's matrix.
 """
 
 from pallas_ops.activation.op import gelu_gate, split_gate_up
+from pallas_ops.attention.op import attention
 from pallas_ops.combine.op import combine
 from pallas_ops.gmm.op import gmm
 from pallas_ops.permute.op import permute
@@ -19,6 +20,7 @@ from pallas_ops.tgmm.op import tgmm
 __all__ = [
     "OpSharding",
     "RoutingPlan",
+    "attention",
     "combine",
     "gelu_gate",
     "gmm",

@@ -41,6 +41,13 @@ def check_one_device(op: str, **tensors: Tensor) -> None:
             )
 
 
+def check_float_dtype(op: str, **dtypes: torch.dtype) -> None:
+    """Every dtype must be a floating one."""
+    for name, dtype in dtypes.items():
+        if not dtype.is_floating_point:
+            raise ValueError(f"{op}: {name} is {dtype}; give a floating dtype")
+
+
 def check_row_shards(op: str, name: str, num_rows: int, sharding: OpSharding | None) -> None:
     """The mesh must split `num_rows` into equal pieces."""
     if sharding is not None and num_rows % sharding.num_row_shards:
@@ -64,3 +71,5 @@ def check_group_sizes(
             f"{op}: group_sizes has shape {shape}; expected {expected} (one row for every row "
             "shard when sharding is given)"
         )
+    if not shape[-1]:
+        raise ValueError(f"{op}: group_sizes has shape {shape}; give at least one group")

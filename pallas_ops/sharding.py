@@ -18,7 +18,8 @@ class OpSharding:
     (one device) travels as the empty string, see `encode` and `decode`.
 
     Raises:
-        ValueError: an axis twice, an axis of size < 1, or an axis name the mesh does not have.
+        ValueError: an axis twice, an axis of size < 1, an axis name the mesh does not have, or a
+            sharded weight whose axis does not split the rows.
     """
 
     mesh: tuple[tuple[str, int], ...]
@@ -50,6 +51,11 @@ class OpSharding:
             raise ValueError(f"target is {self.target!r}; use 'cpu', 'tpu' or None (the runtime's)")
         if self.weight_dim not in (None, 0, 1, 2):
             raise ValueError(f"weight_dim is {self.weight_dim}; use 0, 1, 2 or None (replicated)")
+        if self.weight_dim is not None and self.weight_axis not in self.row_axes:
+            raise ValueError(
+                f"weight_axis {self.weight_axis!r} is none of row_axes {self.row_axes}: weight "
+                "gradients are summed over it, so it must split the rows; or give weight_dim=None"
+            )
 
     @property
     def num_row_shards(self) -> int:

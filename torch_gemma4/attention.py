@@ -10,6 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from pallas_ops import attention
 from torch_gemma4.config import Gemma4Config, LayerSpec
 from torch_gemma4.execution import Execution, wide
 from torch_gemma4.linear import Linear
@@ -61,6 +62,7 @@ class Attention(nn.Module):
     def __init__(self, config: Gemma4Config, spec: LayerSpec, execution: Execution) -> None:
         super().__init__()
         self.spec = spec
+        self.execution = execution
         self.eps = config.rms_norm_eps
         query_dim = config.num_attention_heads * spec.head_dim
         kv_dim = spec.num_kv_heads * spec.head_dim
@@ -83,5 +85,9 @@ class Attention(nn.Module):
             v = rms_norm(self.v_proj(x).unflatten(-1, heads), None, self.eps)
             k = self.k_norm(k)
         q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
-        out = attend(q, k, v, window=self.spec.window, segment_ids=segment_ids)
+        seen = {"window": self.spec.window, "segment_ids": segment_ids}
+        if self.execution.attention == "kernel":
+            out = attention(q, k, v, sharding=self.execution.sharding, **seen)
+        else:
+            out = attend(q, k, v, **seen)
         return self.o_proj(out.flatten(-2))

@@ -25,6 +25,7 @@ from torch_gemma4.layer_spec import (
     require,
     require_choice,
     require_count,
+    require_number,
 )
 
 _SIZES = (
@@ -41,6 +42,13 @@ _SIZES = (
     "num_loss_tiles",
 )
 _MOE_SIZES = ("num_experts", "top_k_experts", "moe_intermediate_size")
+_SWITCHES = (
+    "attention_k_eq_v",
+    "attention_bias",
+    "enable_moe_block",
+    "tie_word_embeddings",
+    "layer_scalar_trainable",
+)
 _LOSS_WEIGHTS = ("load_balance_loss_weight", "router_z_loss_weight", "z_loss_weight")
 
 
@@ -135,6 +143,8 @@ class Gemma4Config:
             raise ValueError(
                 f"{path}: no such file; give a model folder or a config.json"
             ) from None
+        except OSError as error:
+            raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
         except ValueError as error:
             raise ValueError(f"{path}: not JSON ({error}); download it again") from None
         try:
@@ -187,6 +197,13 @@ class Gemma4Config:
         )
 
     def __post_init__(self) -> None:
+        for name in _SWITCHES:
+            value = getattr(self, name)
+            require(isinstance(value, bool), name, value, "give true or false")
+        for name in (*_LOSS_WEIGHTS, "rms_norm_eps"):
+            require_number(name, getattr(self, name))
+        if self.final_logit_softcapping is not None:
+            require_number("final_logit_softcapping", self.final_logit_softcapping)
         for name in _SIZES + (_MOE_SIZES if self.enable_moe_block else ()):
             require_count(name, getattr(self, name))
         for name in _LOSS_WEIGHTS:
@@ -204,7 +221,7 @@ class Gemma4Config:
             'only "gelu_pytorch_tanh" is supported',
         )
         require(
-            self.pad_token_id is None or 0 <= self.pad_token_id < self.vocab_size,
+            self.pad_token_id is None or self.pad_token_id in range(self.vocab_size),
             "pad_token_id",
             self.pad_token_id,
             f"give an id below vocab_size = {self.vocab_size}, or None",

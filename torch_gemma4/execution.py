@@ -3,7 +3,7 @@ sharding. Everything here may change without changing the mathematics."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -84,6 +84,9 @@ class Execution:
     """Dtypes."""
     sharding: OpSharding | None = None
     """How tokens and expert weights lie on the mesh; None is one device."""
+    attention: Literal["einsum", "kernel"] = "einsum"
+    """"einsum" holds all scores of a layer, [B, N, S, S]; "kernel" is `pallas_ops.attention`, which
+    holds a block of them."""
     loop: LayerLoop = python_loop
     """Runs the layers."""
     recompute: Callable[[Body], Body] | None = None

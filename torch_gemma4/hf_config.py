@@ -7,7 +7,7 @@ Facts: transformers' `Gemma4TextConfig`. A file states the head sizes of full la
 """
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch_gemma4.layer_spec import FULL, SLIDING, LayerOverride, RopeSpec, require
@@ -112,15 +112,17 @@ def fields_from_hf(data: Mapping[str, Any]) -> dict[str, Any]:
         layer_types = [
             FULL if (i + 1) % 6 == 0 or i + 1 == num_layers else SLIDING for i in range(num_layers)
         ]
+    is_list = isinstance(layer_types, Sequence) and all(isinstance(t, str) for t in layer_types)
+    require(is_list, "layer_types", layer_types, "give the list of every layer's kind")
     values["layer_types"] = tuple(layer_types)
     return values | _ropes(text.get("rope_parameters"), layer_types) | _head_sizes(text, values)
 
 
 def _text_config(data: Mapping[str, Any]) -> Mapping[str, Any]:
-    is_object = isinstance(data, Mapping)
-    require(is_object, "config", type(data).__name__, "give the JSON object of a config.json")
+    _require_object("config", data)
     nested = data.get("text_config")
     text = data if nested is None else nested
+    _require_object("text_config", text)
     for part, expected in ((data, ("gemma4", "gemma4_text")), (text, ("gemma4_text",))):
         found = part.get("model_type", "gemma4_text")
         require(found in expected, "model_type", found, "give the config.json of a Gemma 4 model")
@@ -137,10 +139,16 @@ def _text_config(data: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**text, **({} if inner is None else {"tie_word_embeddings": inner})}
 
 
+def _require_object(name: str, value: object) -> None:
+    is_object = isinstance(value, Mapping)
+    require(is_object, name, type(value).__name__, "give a JSON object, as a config.json has")
+
+
 def _ropes(parameters: Mapping[str, Any] | None, layer_types: list[str]) -> dict[str, RopeSpec]:
     """The tables a file states; absent altogether they are the published ones, as transformers'."""
     if parameters is None:
         return {}
+    _require_object("rope_parameters", parameters)
     kinds = {SLIDING: "rope_sliding", FULL: "rope_full"}
     unknown = sorted(set(parameters) - set(kinds))
     require(not unknown, "rope_parameters", unknown, f"give {SLIDING} and {FULL} only")
@@ -152,6 +160,7 @@ def _ropes(parameters: Mapping[str, Any] | None, layer_types: list[str]) -> dict
 
 def _rope_spec(kind: str, rope: Mapping[str, Any]) -> RopeSpec:
     where = f"rope_parameters of {kind}"
+    _require_object(where, rope)
     known = {"rope_type", "rope_theta", "partial_rotary_factor", "factor"}
     unknown = sorted(set(rope) - known)
     require(not unknown, where, unknown, f"not supported; only {', '.join(sorted(known))} are")
@@ -202,9 +211,11 @@ def _head_sizes(text: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
 
 
 def _overrides(per_layer: Mapping[str, Any], num_layers: int) -> dict[int, tuple[Any, Any]]:
+    _require_object("per_layer_config", per_layer)
     overrides: dict[int, tuple[Any, Any]] = {}
     for key, entry in per_layer.items():
         where = f"per_layer_config[{key!r}]"
+        _require_object(where, entry)
         index = int(key) if str(key).isdecimal() else -1
         remedy = f"give each layer of 0 to {num_layers - 1} at most once"
         require(0 <= index < num_layers and index not in overrides, where, entry, remedy)

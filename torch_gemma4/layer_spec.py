@@ -22,6 +22,12 @@ def require_count(name: str, value: object, where: str = "") -> None:
     require(is_count, name, value, f"{where}give a whole number of at least 1")
 
 
+def require_number(name: str, value: object) -> None:
+    """`require` that `value` is a real number."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    require(is_number, name, value, "give a number")
+
+
 def require_choice(name: str, value: object, choices: object) -> None:
     """`require` that `value` is one of a Literal's options."""
     options = get_args(choices)
@@ -45,6 +51,8 @@ class RopeSpec:
 
     def __post_init__(self) -> None:
         require_choice("rope_type", self.rope_type, RopeType)
+        for name in ("theta", "partial_rotary_factor", "factor"):
+            require_number(name, getattr(self, name))
         require(self.theta > 0, "theta", self.theta, "give a positive wavelength, such as 1e4")
         require(
             0 <= self.partial_rotary_factor <= 1,

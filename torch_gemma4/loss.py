@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from torch_gemma4.execution import wide
 
@@ -71,6 +72,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
         return tuple(torch.stack(column).sum() for column in zip(*tiles, strict=True))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad_cross_entropy, grad_log_z_squared):
         hidden, table, labels, log_z = ctx.saved_tensors
         grad_hidden, grad_table = [], torch.zeros_like(table, dtype=log_z.dtype)

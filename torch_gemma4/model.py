@@ -103,7 +103,7 @@ class Gemma4ForCausalLM(nn.Module):
         Raises ValueError for shapes that do not fit, or if num_loss_tiles does not divide S.
         """
         config = self.config
-        _check_shape("labels", labels, input_ids.shape)
+        _check_integers("labels", labels, input_ids.shape)
         table = self._table()
         hidden, statistics = self._hidden(input_ids, table, segment_ids, attention_mask, positions)
         head = self._head_weight()
@@ -119,7 +119,8 @@ class Gemma4ForCausalLM(nn.Module):
             softcap=config.final_logit_softcapping,
             num_tiles=config.num_loss_tiles,
         )
-        count = num_valid.clamp(min=1) if num_items is None else num_items
+        count = num_valid if num_items is None else num_items
+        count = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)
         cross_entropy, z_loss = (total / count for total in sums)
         parts = [(config.z_loss_weight, z_loss)]
         load_balance = router_z = None
@@ -149,12 +150,14 @@ class Gemma4ForCausalLM(nn.Module):
         attention_mask: Tensor | None,
         positions: Tensor | None,
     ) -> tuple[Tensor, RouterStatistics | None]:
-        if input_ids.ndim != 2 or input_ids.is_floating_point():
+        is_integer = input_ids.dtype in (torch.int32, torch.int64)
+        if input_ids.ndim != 2 or not input_ids.numel() or not is_integer:
             raise ValueError(
-                f"input_ids: {input_ids.dtype} {tuple(input_ids.shape)}; give integers [B, S]"
+                f"input_ids: {input_ids.dtype} {tuple(input_ids.shape)}; give int32 or int64 "
+                "[B, S], at least one token"
             )
         shape, device = input_ids.shape, input_ids.device
-        _check_shape("segment_ids", segment_ids, shape)
+        _check_integers("segment_ids", segment_ids, shape)
         _check_shape("attention_mask", attention_mask, shape)
         _check_shape("positions", positions, shape, shape[1:])
         if positions is None:
@@ -190,6 +193,12 @@ def segment_ids_from_positions(positions: Tensor) -> Tensor:
     wherever the position is not the previous one plus 1."""
     starts = positions[:, 1:] - positions[:, :-1] != 1
     return torch.nn.functional.pad(starts.to(torch.int32), (1, 0)).cumsum(1, dtype=torch.int32)
+
+
+def _check_integers(name: str, tensor: Tensor | None, expected: torch.Size) -> None:
+    _check_shape(name, tensor, expected)
+    if tensor is not None and (tensor.is_floating_point() or tensor.dtype == torch.bool):
+        raise ValueError(f"{name}: {tensor.dtype}; give integers, as input_ids")
 
 
 def _check_shape(name: str, tensor: Tensor | None, *expected: torch.Size) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from torch_gemma4.execution import wide
 from torch_gemma4.linear import unset
@@ -32,6 +33,7 @@ class _Norms(torch.autograd.Function):
         )
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *grads):
         x, inverse, *weights = ctx.saved_tensors
         normed = x.to(inverse.dtype) * inverse

@@ -6,7 +6,7 @@ survive.
 """
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, update_wrapper
 
 import torch
 from torch import Tensor
@@ -25,18 +25,20 @@ def recompute_layer(body: Body, *, barrier: Barrier | None = None) -> Body:
     device loop they lie in different loop bodies. For an unrolled graph give `barrier`, which must
     stop the compiler from seeing that the tensors it gets, replaced in place, are the forward's.
     """
+    # A partial, not a closure: it copies and pickles with its model.
+    return update_wrapper(partial(_run_recomputed, body, barrier), body)
 
-    @wraps(body)
-    def recomputed(
-        carry: Tensor, params: dict[str, Tensor], constants: tuple[Tensor, ...]
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        names = tuple(params)
-        carry, *outputs = _Recompute.apply(
-            body, barrier, names, carry, *params.values(), *constants
-        )
-        return carry, tuple(outputs)
 
-    return recomputed
+def _run_recomputed(
+    body: Body,
+    barrier: Barrier | None,
+    carry: Tensor,
+    params: dict[str, Tensor],
+    constants: tuple[Tensor, ...],
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    names = tuple(params)
+    carry, *outputs = _Recompute.apply(body, barrier, names, carry, *params.values(), *constants)
+    return carry, tuple(outputs)
 
 
 class _Recompute(torch.autograd.Function):

@@ -84,10 +84,13 @@ class FolderReader:
             self._fail(f"has neither {SINGLE_FILE} nor {INDEX_FILE}; give a model folder")
         try:
             weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             self._fail(f"{INDEX_FILE} has no readable weight_map ({error!r}); download it again")
-        if not weight_map:
-            self._fail(f"{INDEX_FILE} has an empty weight_map; download it again")
+        if not isinstance(weight_map, dict) or not weight_map:
+            self._fail(f"{INDEX_FILE} has no file names in its weight_map; download it again")
+        for name, file in weight_map.items():
+            if not isinstance(file, str):
+                self._fail(f"{INDEX_FILE} puts {name} into {file!r}, no file; download it again")
         return weight_map
 
     def _open(self, file: str) -> Any:

@@ -150,6 +150,9 @@ def _input_errors() -> Iterator[None]:
     a traceback. One that comes out of a library is a defect, and keeps it."""
     try:
         yield
+    except KeyboardInterrupt:
+        print("interrupted: what was logged so far is kept", file=sys.stderr)
+        raise SystemExit(130) from None
     except ValueError as error:
         raised_in = Path(extract_tb(error.__traceback__)[-1].filename)
         ours = Path(__file__).parent.parent

@@ -36,6 +36,7 @@ def build_execution(config: RunConfig, mesh: MeshLayout) -> Execution:
             reduce=getattr(torch, config.precision.reduce),
         ),
         sharding=mesh.op_sharding(config.model),
+        attention=config.attention,
         loop=XlaLoop(mesh.annotate_parameter) if config.layers == "scan" else python_loop,
         recompute=recompute,
         constrain=mesh.constrain,

@@ -166,6 +166,11 @@ class SampleConfig:
         _require_at_least(0, "sample.length", self.length)
         _require_at_least(0, "sample.temperature", self.temperature)
         _require(len(self.prompt) > 0, "sample.prompt", self.prompt, "give at least a character")
+        try:
+            ByteTokenizer().encode(self.prompt)
+        except ValueError:
+            remedy = "give text that UTF-8 can say, without byte 0"
+            raise ValueError(f"sample.prompt = {self.prompt!r}: {remedy}") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +201,9 @@ class RunConfig:
     """Initial parameters and the sample's draws."""
     layers: Literal["loop", "scan"] = "scan"
     """scan compiles one layer of a kind and runs it as a device loop; loop unrolls them all."""
+    attention: Literal["kernel", "einsum"] = "kernel"
+    """kernel holds a block of the scores at a time; einsum holds all of a layer's, S * S a head,
+    and is quicker for short sequences on a CPU, where kernels are interpreted."""
     recompute: bool = False
     """Keep only layer inputs for the backward pass and run each layer again there."""
     mesh: MeshConfig = MeshConfig()
@@ -241,6 +249,12 @@ class RunConfig:
             "model.vocab_size",
             self.model.vocab_size,
             f"the byte tokenizer has {ByteTokenizer.vocab_size} ids: give at least that",
+        )
+        _require(
+            self.eval.every == 0 or self.data.eval_fraction > 0,
+            "data.eval_fraction",
+            self.data.eval_fraction,
+            "no text is held out to evaluate on: give a share, or --eval.every 0",
         )
 
     def to_json(self) -> str:

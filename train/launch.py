@@ -8,6 +8,7 @@ the same command runs on every host, and the hosts find each other by the slice'
 import os
 import sys
 from collections.abc import MutableMapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -52,11 +53,24 @@ def prepare_environment(
     environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 
+def refuse_without_chips(device_folder: Path = Path("/dev")) -> None:
+    """Raises ValueError on a host that has no TPU chips: their runtime would look for them for
+    minutes, and then fail with advice for another problem."""
+    chips = [*device_folder.glob("accel*"), *device_folder.glob("vfio/[0-9]*")]
+    if not chips:
+        raise ValueError(
+            "mesh.platform = 'tpu': this host has no TPU chips (no /dev/accel*, no /dev/vfio/N). "
+            "Run on the slice's hosts; or look at the run from here: python -m train info, and "
+            "python -m train compile"
+        )
+
+
 def prepare_tracing(environment: MutableMapping[str, str] = os.environ) -> None:
     """Sets what torch_xla, jax and libtpu read to trace and compile for a slice that is not here.
 
     One CPU device; libtpu asks no metadata server what machine this is (and does not complain that
-    it got no answer), and several compilers may run beside each other. Raises RuntimeError if torch_xla or jax was imported too soon.
+    it got no answer), and several compilers may run beside each other. Raises RuntimeError if
+    torch_xla or jax was imported too soon.
     """
     imported = [name for name in ("torch_xla", "jax") if name in sys.modules]
     if imported:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from torch import Tensor
 
-from train.launch import prepare_environment
+from train.launch import prepare_environment, refuse_without_chips
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -31,26 +31,31 @@ def run(config: RunConfig) -> Path:
     Raises ValueError, before any step, for a mesh, text or folder that cannot be used; RuntimeError
     if a later step compiles anew.
     """
+    if config.mesh.platform == "tpu":
+        refuse_without_chips()
     prepare_environment(config.mesh)
     from train.data import TextData
+    from train.mesh import DeviceMesh
     from train.metrics import MetricsWriter, create_run_directory
+    from train.sharding import sharding_table
 
     data = TextData.load(config.data)
+    # What cannot run leaves no folder behind.
+    mesh = DeviceMesh(config.mesh)
+    sharding_table(config.model, config.mesh)
     directory = create_run_directory(config)
     with MetricsWriter(directory, config.log, num_steps=config.steps) as metrics:
-        _train(config, data, metrics)
+        _train(config, data, mesh, metrics)
         metrics.print(f"metrics, TensorBoard scalars and config: {directory}")
     return directory
 
 
-def _train(config: RunConfig, data: TextData, metrics: MetricsWriter) -> None:
+def _train(config: RunConfig, data: TextData, mesh: DeviceMesh, metrics: MetricsWriter) -> None:
     from train.build import build_model, decays, sharded_zeros
-    from train.mesh import DeviceMesh
     from train.optim import AdamW
     from train.plan import print_plan
     from train.step import make_eval_step, make_logits_step, make_train_step
 
-    mesh = DeviceMesh(config.mesh)
     model = build_model(config, mesh)
     optimizer = AdamW(
         dict(model.named_parameters()),

@@ -123,7 +123,7 @@ class MetricsWriter:
             for name, value in metrics.items():
                 tag = f"eval/{name[5:]}" if name.startswith("eval_") else f"train/{name}"
                 self._tensorboard.add_scalar(tag, value, step)
-        if "step_time_s" in metrics:
+        if "step_time_s" in metrics and step > 1:  # the first step compiles
             self._recent_step_times.append(metrics["step_time_s"])
         self._show(step, metrics)
 

@@ -9,7 +9,7 @@ from rich.table import Table
 from pallas_ops.bridge import runtime_target
 from torch_gemma4.accounting import parameter_table, training_flops
 from train.sharding import sharding_table
-from train.tables import sharding_view
+from train.tables import format_flops, rule_view
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,11 +18,12 @@ if TYPE_CHECKING:
     from train.mesh import DeviceMesh
 
 
-def implementations(target: str) -> dict[str, str]:
-    """Which implementation each op of a layer takes on `target`, "cpu" or "tpu"."""
+def implementations(target: str, attention: str) -> dict[str, str]:
+    """Which implementation each op of a layer takes on `target`, "cpu" or "tpu", when the config
+    chooses `attention`."""
     pallas = "Pallas, compiled by Mosaic" if target == "tpu" else "Pallas, interpreted as HLO"
     return {
-        "attention": "torch einsum, fp32 softmax",
+        "attention": pallas if attention == "kernel" else "torch einsum, fp32 softmax",
         "routing_plan": "JAX, counting",
         "permute, combine": "JAX, XLA gathers",
         "gmm, tgmm": pallas,
@@ -31,8 +32,8 @@ def implementations(target: str) -> dict[str, str]:
 
 
 def print_plan(config: RunConfig, mesh: DeviceMesh, console: Console) -> None:
-    """Devices, sizes, dtypes and implementations, then the layout of every parameter, as tables of
-    at most 80 columns."""
+    """Devices, sizes, dtypes and implementations, then the layout of parameters by rule, as tables
+    of at most 80 columns."""
     parameters = next(p for p in parameter_table(config.model) if p.part == "total")
     flops = training_flops(
         config.model,
@@ -45,14 +46,14 @@ def print_plan(config: RunConfig, mesh: DeviceMesh, console: Console) -> None:
     facts = {
         "devices": f"{mesh.num_row_shards} {config.mesh.platform} ({axes})",
         "parameters": f"{parameters.total:,} in all, {parameters.active:,} active a token",
-        "a step": f"{flops.training / 1e12:,.4g} TFLOP a device (forward and backward)",
+        "a step": f"{format_flops(flops.training)} a device (forward and backward)",
         "dtypes": f"parameters float32, compute {precision.compute}, reduce {precision.reduce}",
         "layers": f"{config.layers}, {'recomputed' if config.recompute else 'activations kept'}",
-        **implementations(runtime_target()),
+        **implementations(runtime_target(), config.attention),
     }
     for fact in facts.items():
         plan.add_row(*fact)
     console.print(f"[bold]{config.name}: the plan in force[/bold]\n", highlight=False)
     console.print(plan)
     console.print()
-    console.print(sharding_view(sharding_table(config.model, config.mesh)))
+    console.print(rule_view(sharding_table(config.model, config.mesh)))

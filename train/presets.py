@@ -21,6 +21,7 @@ def cpu_tiny() -> RunConfig:
         name="cpu_tiny",
         model=replace(models.tiny_moe(), load_balance_loss_weight=0.02),
         steps=100,
+        attention="einsum",
         precision=PrecisionConfig(compute="float32"),
         data=DataConfig(sequence_length=128, batch_size=16),
         optim=OptimConfig(learning_rate=3e-3, warmup_steps=20),

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ def text_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number == 0 else "right", overflow="fold")
     for row in rows:
-        table.add_row(*row, style="bold" if row[0] == "total" else None)
+        # Escaped: rich would take the brackets of a pattern for markup.
+        table.add_row(*map(escape, row), style="bold" if row[0] == "total" else None)
     return table
 
 
@@ -41,6 +43,44 @@ def sharding_view(rows: Sequence[ShardingRow]) -> Table:
             ("total", "", format_bytes(total)),
         ],
     )
+
+
+def rule_view(rows: Sequence[ShardingRow]) -> Table:
+    """The same by rule: which dimension each pattern of parameters is split along, counted from the
+    end, and the bytes of all its parameters on one chip."""
+    by_rule: dict[tuple[str, str], list[ShardingRow]] = {}
+    for row in rows:
+        by_rule.setdefault((row.pattern, _split(row.spec)), []).append(row)
+    total = sum(row.bytes_per_chip for row in rows)
+    return text_table(
+        "Parameters on the mesh by rule (each one: train info)",
+        ("pattern", "split", "tensors", "a chip"),
+        [
+            *(
+                (
+                    pattern,
+                    split,
+                    str(len(matched)),
+                    format_bytes(sum(row.bytes_per_chip for row in matched)),
+                )
+                for (pattern, split), matched in by_rule.items()
+            ),
+            ("total", "", str(len(rows)), format_bytes(total)),
+        ],
+    )
+
+
+def _split(spec: Spec) -> str:
+    split = [f"dim {dim - len(spec)} over {axis}" for dim, axis in enumerate(spec) if axis]
+    return ", ".join(split) or "whole"
+
+
+def format_flops(flops: float) -> str:
+    """Such as 3.203 GFLOP, 923.3 TFLOP."""
+    for unit, size in (("MFLOP", 1e6), ("GFLOP", 1e9)):
+        if flops < 1000 * size:
+            return f"{flops / size:.4g} {unit}"
+    return f"{flops / 1e12:,.4g} TFLOP"
 
 
 def layout(shape: tuple[int, ...], spec: Spec) -> str:

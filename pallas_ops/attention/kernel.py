@@ -89,6 +89,9 @@ def _heads_first(x: jax.Array, length: int) -> jax.Array:
 
 
 def _segments(segment_ids: jax.Array | None, q: jax.Array, length: int) -> jax.Array:
+    """[B, length] of which no id is the kernels' own, the least int32: each row is shifted, modulo
+    2**32, to end at the greatest one."""
     if segment_ids is None:
         return jnp.zeros((q.shape[0], length), jnp.int32)
-    return _pad(segment_ids, 1, length)
+    shift = jnp.iinfo(jnp.int32).max - jnp.max(segment_ids, axis=1, keepdims=True)
+    return _pad(segment_ids + shift, 1, length)

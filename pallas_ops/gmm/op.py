@@ -5,6 +5,7 @@ from torch import Tensor
 
 from pallas_ops.checks import (
     check_float,
+    check_float_dtype,
     check_group_sizes,
     check_one_device,
     check_rank,
@@ -47,6 +48,7 @@ def gmm(
     """
     check_one_device("gmm", lhs=lhs, rhs=rhs, group_sizes=group_sizes)
     check_float("gmm", lhs=lhs, rhs=rhs)
+    check_float_dtype("gmm", reduce_dtype=reduce_dtype)
     check_rank("gmm", "lhs", lhs, "R, K")
     check_rank("gmm", "rhs", rhs, "G, N, K" if transpose_rhs else "G, K, N")
     inner = rhs.shape[2 if transpose_rhs else 1]

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from pallas_ops.checks import (
     check_float,
+    check_float_dtype,
     check_group_sizes,
     check_one_device,
     check_rank,
@@ -45,6 +46,8 @@ def tgmm(
     """
     check_one_device("tgmm", lhs=lhs, rhs=rhs, group_sizes=group_sizes)
     check_float("tgmm", lhs=lhs, rhs=rhs)
+    out_dtype = out_dtype or lhs.dtype
+    check_float_dtype("tgmm", out_dtype=out_dtype, reduce_dtype=reduce_dtype)
     check_rank("tgmm", "lhs", lhs, "R, K")
     check_rank("tgmm", "rhs", rhs, "R, N")
     if lhs.dtype != rhs.dtype:
@@ -55,7 +58,7 @@ def tgmm(
         )
     check_group_sizes("tgmm", group_sizes, None, sharding)
     check_row_shards("tgmm", "lhs", lhs.shape[0], sharding)
-    return _tgmm(lhs, rhs, group_sizes, out_dtype or lhs.dtype, reduce_dtype, encode(sharding))
+    return _tgmm(lhs, rhs, group_sizes, out_dtype, reduce_dtype, encode(sharding))
 
 
 @torch.library.custom_op("pallas_ops::tgmm", mutates_args=(), device_types="cpu")

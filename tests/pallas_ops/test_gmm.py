@@ -223,6 +223,8 @@ BAD = {
         "dim 1 of rhs has size 3, which axis 'fsdp' of size 2 does not divide; choose",
     ),
     "device": ((LHS, RHS.to("meta"), SIZES), {}, "rhs is on meta but lhs is on cpu; move"),
+    "no group": ((LHS, RHS[:0], int32([])), {}, r"group_sizes has shape \[0\]; give at least one"),
+    "reduce dtype": ((LHS, RHS, SIZES), {"reduce_dtype": torch.int8}, "reduce_dtype is torch.int8"),
     "too many rows": ((LHS, RHS, int32([2, 3])), {}, "sum to 5 but there are 4 rows"),
     "negative": ((LHS, RHS, int32([-1, 3])), {}, "group_sizes holds -1; sizes must not"),
 }

@@ -102,6 +102,7 @@ BAD_LAYOUTS = {
     "row axis": (((("a", 2),), ("b",), "a"), r"row_axes names axis 'b'; the mesh has only \['a'\]"),
     "weight axis": (((("a", 2),), ("a",)), "weight_axis names axis 'fsdp'; the mesh has only"),
     "weight dim": (((("a", 2),), ("a",), "a", 3), "weight_dim is 3; use 0, 1, 2 or None"),
+    "weight axis apart": (((("a", 2), ("b", 2)), ("a",), "b"), "weight_axis 'b' is none of row_ax"),
 }
 
 

@@ -102,6 +102,8 @@ BAD = {
     "sizes rank": ((LHS, RHS, SIZES[None]), {}, r"shape \[1, 2\]; expected \[G\]"),
     "shards": ((LHS, RHS, SIZES), {"sharding": TWO}, r"shape \[2\]; expected \[2, G\]"),
     "device": ((LHS, RHS, SIZES.to("meta")), {}, "group_sizes is on meta but lhs is on cpu"),
+    "no group": ((LHS, RHS, int32([])), {}, r"group_sizes has shape \[0\]; give at least one"),
+    "out dtype": ((LHS, RHS, SIZES), {"out_dtype": torch.int32}, "out_dtype is torch.int32; give"),
     "too many rows": ((LHS, RHS, int32([4, 1])), {}, "sum to 5 but there are 4 rows"),
 }
 

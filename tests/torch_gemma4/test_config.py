@@ -78,6 +78,10 @@ def test_layers_that_do_not_repeat_are_one_period():
         ({"z_loss_weight": -1.0}, r"z_loss_weight = -1.0: give a weight of at least 0"),
         ({"load_balance_loss_weight": -1.0}, r"load_balance_loss_weight = -1.0"),
         ({"router_z_loss_weight": -1.0}, r"router_z_loss_weight = -1.0"),
+        ({"rms_norm_eps": None}, r"rms_norm_eps = None: give a number"),
+        ({"final_logit_softcapping": "30"}, r"final_logit_softcapping = '30': give a number"),
+        ({"pad_token_id": "0"}, r"pad_token_id = '0': give an id"),
+        ({"tie_word_embeddings": "yes"}, r"tie_word_embeddings = 'yes': give true or false"),
         ({"per_layer": (LayerOverride(layer=6),)}, r"per_layer = \[6\]: name layers of 0 to 5"),
         ({"per_layer": (LayerOverride(layer=1),) * 2}, r"per_layer = \[1, 1\]: .* each once"),
         ({"per_layer": (LayerOverride(layer=1, head_dim=0),)}, r"head_dim = 0: layer 1"),
@@ -91,6 +95,7 @@ def test_impossible_fields_are_refused_by_name(fields, message):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"theta": "1e4"}, "theta = '1e4': give a number"),
         ({"theta": 0.0}, "theta = 0.0: give a positive"),
         ({"theta": 1e4, "rope_type": "yarn"}, "rope_type = 'yarn': give one of 'default'"),
         ({"theta": 1e4, "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: .*default"),
@@ -241,6 +246,13 @@ def test_linear_rotary_scaling_is_proportional_with_all_pairs():
             {"rope_parameters": {SLIDING: {"rope_theta": 1.0, "rope_type": "yarn"}, FULL: {}}},
             "rope_parameters of sliding_attention: rope_type = 'yarn'",
         ),
+        ({"layer_types": 6}, "layer_types = 6: give the list"),
+        ({"layer_types": [[FULL]] * 6}, "layer_types = .*: give the list"),
+        ({"text_config": "x"}, "text_config = 'str': give a JSON object"),
+        ({"rope_parameters": []}, "rope_parameters = 'list': give a JSON object"),
+        ({"rope_parameters": {SLIDING: 5, FULL: 5}}, "sliding_attention = 'int': give a JSON obj"),
+        ({"per_layer_config": [1]}, "per_layer_config = 'list': give a JSON object"),
+        ({"per_layer_config": {"5": None}}, r"per_layer_config\['5'\] = 'NoneType': give a JSON"),
         ({"per_layer_config": {"6": {}}}, r"per_layer_config\['6'\] = {}: give each layer of 0"),
         ({"per_layer_config": {"x": {}}}, r"per_layer_config\['x'\] = {}: give each layer"),
         ({"per_layer_config": {"5": {}, "05": {}}}, r"per_layer_config\['05'\] = .*at most once"),
@@ -275,8 +287,11 @@ def test_files_are_named_in_errors(tmp_path):
     with pytest.raises(ValueError, match=r"config.json: not JSON .*; download it again"):
         Gemma4Config.from_hf_file(tmp_path)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"config.json: config = 'list': give the JSON object"):
+    with pytest.raises(ValueError, match=r"config.json: config = 'list': give a JSON object"):
         Gemma4Config.from_hf_file(tmp_path)
+    (tmp_path / "folder" / "config.json").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"config.json: cannot be read"):
+        Gemma4Config.from_hf_file(tmp_path / "folder")
     (tmp_path / "config.json").write_text(json.dumps(hf_text(head_dim=7)))
     with pytest.raises(ValueError, match=r"config.json: head_dim = 7"):
         Gemma4Config.from_hf_file(tmp_path)

@@ -137,9 +137,25 @@ def empty_index(folder):
     edit_index(folder, dict.clear)
 
 
+def list_index(folder):
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": ["a"]}')
+
+
+def file_by_number(folder):
+    edit_index(folder, lambda names: names.update({f"{PUBLISHED_PREFIX}norm.weight": 3}))
+
+
+def folder_for_index(folder):
+    lose_index(folder)
+    (folder / "model.safetensors.index.json").mkdir()
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
+        (list_index, "has no file names in its weight_map; download it again"),
+        (file_by_number, r"puts \S+norm.weight into 3, no file; download it again"),
+        (folder_for_index, "has no readable weight_map .*; download it again"),
         (remove_shard, "shard model-00002-of-00003.safetensors is missing; download it"),
         (truncate_shard, r"model-00002-of-00003.safetensors is truncated or damaged \(.*download"),
         (truncate_header, r"model-00002-of-00003.safetensors is truncated or damaged \(.*downl"),
@@ -154,7 +170,7 @@ def empty_index(folder):
         (add_single_file, "has both model.safetensors and model.safetensors.index.json; remove"),
         (lose_index, "has neither model.safetensors nor model.safetensors.index.json; give"),
         (spoil_index, r"model.safetensors.index.json has no readable weight_map \(.*download"),
-        (empty_index, "has an empty weight_map; download it again"),
+        (empty_index, "has no file names in its weight_map; download it again"),
     ],
 )
 def test_every_fault_of_a_sharded_folder_is_named(sharded, spoil, message):

@@ -149,6 +149,20 @@ def test_all_labels_ignored_is_zero_loss_and_zero_gradient() -> None:
     assert all(not grad.any() for grad in gradients(model).values())
 
 
+@pytest.mark.parametrize("num_items", [0, torch.tensor(0)])
+def test_no_items_in_any_micro_batch_is_zero_loss(num_items: Tensor | int) -> None:
+    ids = torch.randint(0, 64, (2, S))
+    assert model_of().loss(ids, torch.full_like(ids, -100), num_items=num_items).loss == 0
+
+
+def test_differentiating_twice_is_refused() -> None:
+    hidden, weight, labels = problem()
+    sums = tiled_cross_entropy(hidden, weight, weight.detach(), labels, softcap=CAP, num_tiles=4)
+    (grad,) = torch.autograd.grad(sums.cross_entropy.square(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
 def test_one_label_among_many_ignored_has_a_gradient() -> None:
     model = model_of()
     ids = torch.randint(0, 64, (2, S))

@@ -182,8 +182,11 @@ def test_forgotten_initialisation_is_nan() -> None:
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"input_ids": torch.zeros(4, dtype=torch.int32)}, r"input_ids: .*\(4,\); give integers"),
-        ({"input_ids": torch.zeros(1, 4)}, r"input_ids: torch.float32 .*; give integers"),
+        ({"input_ids": torch.zeros(4, dtype=torch.int32)}, r"input_ids: .*\(4,\); give int32"),
+        ({"input_ids": torch.zeros(1, 4)}, r"input_ids: torch.float32 .*; give int32"),
+        ({"input_ids": torch.zeros(1, 4, dtype=torch.bool)}, "input_ids: torch.bool .*; give"),
+        ({"input_ids": torch.zeros(0, 4, dtype=torch.int32)}, r"\(0, 4\); .*at least one token"),
+        ({"segment_ids": torch.rand(1, 4)}, "segment_ids: torch.float32; give integers"),
         ({"segment_ids": torch.zeros(1, 3)}, r"segment_ids: shape \[1, 3\]; give \[1, 4\]"),
         ({"attention_mask": torch.ones(4)}, r"attention_mask: shape \[4\]; give \[1, 4\]"),
         ({"positions": torch.ones(5)}, r"positions: shape \[5\]; give \[1, 4\] or \[4\]"),
@@ -197,6 +200,11 @@ def test_shapes_that_do_not_fit(kwargs: dict[str, Tensor], message: str) -> None
 def test_labels_of_another_shape() -> None:
     with pytest.raises(ValueError, match=r"labels: shape \[2, 11\]; give \[2, 12\]"):
         model_of().loss(ids_of(), ids_of(2, 11))
+
+
+def test_labels_of_another_dtype() -> None:
+    with pytest.raises(ValueError, match=r"labels: torch.float32; give integers"):
+        model_of().loss(ids_of(), ids_of().float())
 
 
 def test_logits_and_loss_agree() -> None:

@@ -1,5 +1,6 @@
 from collections import Counter
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -59,6 +60,13 @@ def test_gradcheck() -> None:
     # An output nobody reads: its gradient is absent, not a tensor of zeros.
     torch.autograd.gradcheck(lambda *a: rms_norms(a[0], (a[1], a[2]), 1e-2)[0], (x, first, second))
     torch.autograd.gradcheck(lambda x: rms_norm(x, None, 1e-2), (x,))
+
+
+def test_differentiating_twice_is_refused() -> None:
+    x = torch.randn(2, 3, requires_grad=True)
+    (grad,) = torch.autograd.grad(rms_norm(x, None, 1e-2).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
 
 
 class CountOps(TorchDispatchMode):

@@ -1,8 +1,14 @@
 """Recomputing a layer changes what is kept, and nothing else."""
 
+import copy
+import pickle
+from unittest.mock import Mock
+
 import pytest
 import torch
 
+from torch_gemma4 import Execution, Gemma4ForCausalLM
+from torch_gemma4.presets import micro
 from torch_gemma4.recompute import recompute_layer
 
 WIDTH = 8
@@ -130,6 +136,15 @@ def test_differentiating_twice_is_refused():
     (grad,) = torch.autograd.grad(new.square().sum(), carry, create_graph=True)
     with pytest.raises(RuntimeError, match=r"differentiate twice a function .*once_differentiable"):
         grad.sum().backward()
+
+
+def test_a_recomputed_model_is_copied_and_pickled_whole():
+    model = Gemma4ForCausalLM(micro(), Execution(recompute=recompute_layer))
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        hook = Mock(return_value=None)
+        copied.stack.templates[0].attention.register_forward_hook(hook)
+        copied(torch.zeros(1, 4, dtype=torch.int32))
+        assert hook.called
 
 
 def test_the_layer_keeps_its_name_and_words():

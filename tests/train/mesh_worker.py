@@ -23,6 +23,7 @@ def main() -> None:
     parser.add_argument("--data", type=int, default=1)
     parser.add_argument("--layers", default="scan")
     parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--attention", default="einsum")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--fsdpv2", action="store_true")
     arguments = parser.parse_args()
@@ -44,6 +45,7 @@ def main() -> None:
         steps=arguments.steps,
         layers=arguments.layers,
         recompute=arguments.recompute,
+        attention=arguments.attention,
         mesh=MeshConfig(fsdp=arguments.fsdp, data=arguments.data),
         precision=PrecisionConfig(compute="float32"),
         data=DataConfig(sequence_length=32, batch_size=8),

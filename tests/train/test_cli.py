@@ -74,6 +74,30 @@ def test_refusals_exit_with_2_and_say_why(arguments, message, capsys, monkeypatc
     assert message in capsys.readouterr().err
 
 
+def test_a_mesh_that_divides_nothing_leaves_no_folder(tmp_path):
+    (tmp_path / "text.txt").write_text("some text\n" * 1000)
+    arguments = f"--mesh.fsdp 3 --data.batch_size 3 --log.dir {tmp_path}/runs --data.path".split()
+    done = subprocess.run(
+        [sys.executable, "-m", "train", *arguments, str(tmp_path / "text.txt")],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "mesh.fsdp = 3 divides none of the dimensions" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_interrupt_ends_without_a_traceback(capsys, monkeypatch):
+    def interrupted(config):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("train.loop.run", interrupted)
+    with pytest.raises(SystemExit) as exit_:
+        main([])
+    assert exit_.value.code == 130
+    assert capsys.readouterr().err == "interrupted: what was logged so far is kept\n"
+
+
 def test_help_shows_how_and_the_presets_values():
     done = subprocess.run(
         [sys.executable, "-m", "train", "--preset", "gemma4_26b_a4b", "--help"],

@@ -40,12 +40,21 @@ from train.presets import PRESETS, cpu_tiny
         (lambda: EvalConfig(every=-1), r"eval\.every = -1: give at least 0"),
         (lambda: EvalConfig(batches=0), r"eval\.batches = 0: give at least 1"),
         (lambda: SampleConfig(prompt=""), r"sample\.prompt = '': give at least a character"),
+        (
+            lambda: SampleConfig(prompt="\udcff"),
+            r"sample\.prompt = '\\udcff': give text that UTF-8",
+        ),
+        (lambda: SampleConfig(prompt="a\0"), r"sample\.prompt = 'a\\x00': .*without byte 0"),
         (lambda: SampleConfig(length=-1), r"sample\.length = -1: give at least 0"),
         (lambda: SampleConfig(temperature=-1), r"sample\.temperature = -1: give at least 0"),
         (lambda: LogConfig(every=0), r"log\.every = 0: give at least 1"),
         (lambda: _tiny(steps=0), r"steps = 0: give at least 1"),
         (lambda: _tiny(name="a/b"), r"name = 'a/b': .*--log\.dir"),
         (lambda: _tiny(name=".."), r"name = '\.\.': it names a folder"),
+        (
+            lambda: _tiny(data=DataConfig(eval_fraction=0)),
+            r"data\.eval_fraction = 0: no text is held out .*--eval\.every 0",
+        ),
         (
             lambda: _tiny(data=DataConfig(batch_size=6)),
             r"data\.batch_size = 6: give a multiple of mesh\.data \* mesh\.fsdp = 4",

@@ -7,7 +7,11 @@ from types import ModuleType
 import pytest
 
 from train.config import MeshConfig
-from train.launch import prepare_environment, refuse_several_processes
+from train.launch import (
+    prepare_environment,
+    refuse_several_processes,
+    refuse_without_chips,
+)
 
 CPU = {
     "PJRT_DEVICE": "CPU",
@@ -82,3 +86,14 @@ def test_torchrun_with_two_processes_ends_with_the_reason():
     )
     assert done.returncode != 0
     assert "error: LOCAL_WORLD_SIZE = 2: one process a host owns all" in done.stderr
+
+
+def test_a_host_without_chips_is_told_so(tmp_path):
+    with pytest.raises(ValueError, match=r"mesh\.platform = 'tpu': this host has no TPU chips"):
+        refuse_without_chips(tmp_path)
+    (tmp_path / "vfio").mkdir()
+    (tmp_path / "vfio" / "vfio").touch()  # the driver's own node is no chip
+    with pytest.raises(ValueError, match="no TPU chips"):
+        refuse_without_chips(tmp_path)
+    (tmp_path / "vfio" / "0").touch()
+    refuse_without_chips(tmp_path)

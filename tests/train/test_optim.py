@@ -87,6 +87,12 @@ def test_clipping_equals_torchs(max_norm):
         torch.testing.assert_close(found, tensor.grad, rtol=3e-6, atol=0)
 
 
+def test_bfloat16_gradients_are_squared_in_float32():
+    value = 1 + 2**-7  # whose square bfloat16 does not hold
+    norm = clip_by_global_norm([torch.full((4,), value, dtype=torch.bfloat16)], 1e9)
+    torch.testing.assert_close(norm, torch.tensor(2 * value), rtol=1e-6, atol=0)
+
+
 def test_a_norm_within_bounds_changes_no_bit():
     grad = torch.randn(100)
     clipped = grad.clone()
