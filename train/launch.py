@@ -93,6 +93,11 @@ def prepare_tracing(environment: MutableMapping[str, str] = os.environ) -> None:
 def refuse_several_processes(environment: MutableMapping[str, str] = os.environ) -> None:
     """Raises ValueError if a launcher (torchrun) started more than one process on this host."""
     processes = environment.get("LOCAL_WORLD_SIZE", "1")
+    if not processes.isdecimal():
+        raise ValueError(
+            f"LOCAL_WORLD_SIZE = {processes!r}: not a number of processes; unset it, or launch with "
+            "torchrun --nproc_per_node=1"
+        )
     if int(processes) > 1:
         raise ValueError(
             f"LOCAL_WORLD_SIZE = {processes}: one process a host owns all of its devices under "

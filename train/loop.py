@@ -45,8 +45,8 @@ def run(config: RunConfig) -> Path:
     sharding_table(config.model, config.mesh)
     directory = create_run_directory(config)
     with MetricsWriter(directory, config.log, num_steps=config.steps) as metrics:
+        metrics.print(f"metrics, TensorBoard scalars and config go to {directory}\n")
         _train(config, data, mesh, metrics)
-        metrics.print(f"metrics, TensorBoard scalars and config: {directory}")
     return directory
 
 
@@ -66,6 +66,7 @@ def _train(config: RunConfig, data: TextData, mesh: DeviceMesh, metrics: Metrics
     )
     print_plan(config, mesh, metrics.console)
 
+    metrics.print("compiling the training step: the first step takes longer than the others")
     train_step = make_train_step(model, optimizer, mesh)
     evaluator = _Evaluator(config, data, mesh, make_eval_step(model))
     compilations = CompileWatch()
@@ -91,6 +92,7 @@ def _train(config: RunConfig, data: TextData, mesh: DeviceMesh, metrics: Metrics
             compilations.allow()
             begun = time.perf_counter()
     if config.sample.length:
+        metrics.print(f"compiling, then drawing {config.sample.length} tokens")
         metrics.print(_sample(config, data, mesh, make_logits_step(model, mesh)))
 
 

@@ -15,7 +15,8 @@ LAYOUTS = pytest.mark.parametrize("sharding", [None, TWO], ids=["one device", "t
 
 
 def sample(dtype, sharding, requires_grad=True):
-    """Arguments of each op: 4 tokens to 2 of 3 experts, one of them empty, D = 5, 2F = 4."""
+    """Arguments of each op: 4 tokens to 2 of 3 experts, one of them empty, D = 5, 2F = 4; attention
+    of 2 sequences of 4 tokens with 2 query heads on 1 key head of 3."""
 
     def floats(*shape, dtype=dtype):
         return torch.randn(shape, dtype=dtype, requires_grad=requires_grad)
@@ -38,6 +39,18 @@ def sample(dtype, sharding, requires_grad=True):
             floats(8, 5),
             floats(4, 2, dtype=wide),
             *slots,
+            text,
+        ),
+        "attention": (floats(2, 4, 2, 3), *(floats(2, 4, 1, 3) for _ in "kv"), None, 2, text),
+        # Differentiable once: its own operands carry no gradient.
+        "attention_backward": (
+            torch.randn(2, 4, 2, 3, dtype=dtype),
+            *(torch.randn(2, 4, 1, 3, dtype=dtype) for _ in "kv"),
+            torch.randn(2, 4, 2, 3, dtype=dtype),
+            torch.randn(2, 2, 4, dtype=wide),
+            torch.randn(2, 4, 2, 3, dtype=dtype),
+            None,
+            2,
             text,
         ),
     }
