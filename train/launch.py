@@ -95,7 +95,7 @@ def refuse_several_processes(environment: MutableMapping[str, str] = os.environ)
     processes = environment.get("LOCAL_WORLD_SIZE", "1")
     if not processes.isdecimal():
         raise ValueError(
-            f"LOCAL_WORLD_SIZE = {processes!r}: not a number of processes; unset it, or launch with "
+            f"LOCAL_WORLD_SIZE = {processes!r}: no number of processes; unset it, or launch by "
             "torchrun --nproc_per_node=1"
         )
     if int(processes) > 1:

@@ -156,7 +156,7 @@ def test_a_run_leaves_its_config_and_ends_with_a_sample(finished):
     steps, sample = progress.split("\nsample:\n")
     assert "step 6/6" in steps and "held-out loss" in steps
     assert sample.startswith("def ")
-    assert f"metrics, TensorBoard scalars and config: {run}" in sample
+    assert f"metrics, TensorBoard scalars and config go to {run}" in plan
 
 
 @pytest.mark.slow
