@@ -94,6 +94,6 @@ class Execution:
     None keeps activations."""
     constrain: Constrain = keep_layout
     """States the layout of a tensor by its role: "hidden" [B, S, D] at each layer's entry, "rows"
-    [B, S, .] or [T, .], any other activation; "weight" [out, in], a matrix in the compute dtype as
-    a product reads it; "table" [V, D], the embedding in the compute dtype, read by the look-up and
-    by every loss tile."""
+    [B, S, .] or [T, .], anything else split by tokens; "weight" [out, in], a matrix in the compute
+    dtype as a product reads it; "table" [V, D], the embedding in the compute dtype, read by the
+    look-up and by every loss tile."""

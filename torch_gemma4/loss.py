@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from torch_gemma4.execution import wide
+from torch_gemma4.execution import Constrain, keep_layout, wide
 
 IGNORE_INDEX = -100
 """Label of positions without a target, as in Hugging Face and torch."""
@@ -50,10 +50,11 @@ def _check_tiles(length: int, num_tiles: int) -> None:
 
 class _TiledCrossEntropy(torch.autograd.Function):
     """`weight` is here for its gradient only: `table` is its value in the compute dtype. So tiles'
-    contributions add up in float32 and reach the parameter unrounded."""
+    contributions add up in float32 and reach the parameter unrounded. Each shard of the batch adds
+    up its own, [n, V, D], and the mesh sums them once at the end, not once a tile."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, table, labels, cap, num_tiles):
+    def forward(ctx, hidden, weight, table, labels, cap, num_tiles, num_shards, constrain):
         tiles, log_zs = [], []
         for h, y in zip(hidden.chunk(num_tiles, 1), labels.chunk(num_tiles, 1), strict=True):
             logits = soft_cap(F.linear(h, table).to(wide(h.dtype)), cap)
@@ -69,13 +70,15 @@ class _TiledCrossEntropy(torch.autograd.Function):
             )
         ctx.save_for_backward(hidden, table, labels, torch.cat(log_zs, 1))
         ctx.cap, ctx.num_tiles, ctx.weight_dtype = cap, num_tiles, weight.dtype
+        ctx.num_shards, ctx.constrain = num_shards, constrain
         return tuple(torch.stack(column).sum() for column in zip(*tiles, strict=True))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_cross_entropy, grad_log_z_squared):
         hidden, table, labels, log_z = ctx.saved_tensors
-        grad_hidden, grad_table = [], torch.zeros_like(table, dtype=log_z.dtype)
+        shape = (ctx.num_shards, *table.shape)
+        grad_hidden, grad_table = [], torch.zeros(shape, dtype=log_z.dtype, device=table.device)
         tiles = (tensor.chunk(ctx.num_tiles, 1) for tensor in (hidden, labels, log_z))
         for h, y, z in zip(*tiles, strict=True):
             raw = F.linear(h, table).to(z.dtype)
@@ -86,9 +89,11 @@ class _TiledCrossEntropy(torch.autograd.Function):
                 grad = grad * (1 - (logits / ctx.cap).square())
             grad = torch.where(y[..., None] != IGNORE_INDEX, grad, 0.0).to(table.dtype)
             grad_hidden.append(grad @ table)
-            grad_table = grad_table + torch.einsum("bsv,bsd->vd", grad, h).to(log_z.dtype)
-        grad_hidden = torch.cat(grad_hidden, 1)
-        return grad_hidden, grad_table.to(ctx.weight_dtype), None, None, None, None
+            shards = (tensor.unflatten(0, (ctx.num_shards, -1)) for tensor in (grad, h))
+            partial = torch.einsum("nbsv,nbsd->nvd", *shards)
+            grad_table = ctx.constrain(grad_table + partial.to(grad_table.dtype), "rows")
+        grad_weight = grad_table.sum(0).to(ctx.weight_dtype)
+        return torch.cat(grad_hidden, 1), grad_weight, *[None] * 6
 
 
 def _one_hot(labels: Tensor, logits: Tensor) -> Tensor:
@@ -105,16 +110,22 @@ def tiled_cross_entropy(
     *,
     softcap: float | None,
     num_tiles: int,
+    num_shards: int = 1,
+    constrain: Constrain = keep_layout,
 ) -> CrossEntropySums:
     """Summed losses of soft_cap(hidden table^T) against `labels`, tile by tile.
 
     hidden [B, S, D]; weight [V, D] is the parameter that gets the gradient, summed over tiles in at
     least float32; table is the same in hidden's dtype, without gradient; labels [B, S] as they are
     to be predicted (see `shift_labels`). Divide the sums by a count of labels, the global one where
-    the batch is spread or accumulated. Nothing valid: zero sums and zero gradients.
+    the batch is spread or accumulated. Nothing valid: zero sums and zero gradients. On a mesh,
+    `num_shards` is the number of pieces that split B, and `constrain` states layouts
+    (`Execution.constrain`).
 
     Raises ValueError unless num_tiles divides S.
     """
     _check_tiles(hidden.shape[1], num_tiles)
-    sums = _TiledCrossEntropy.apply(hidden, weight, table, labels, softcap, num_tiles)
+    sums = _TiledCrossEntropy.apply(
+        hidden, weight, table, labels, softcap, num_tiles, num_shards, constrain
+    )
     return CrossEntropySums(*sums)

@@ -102,7 +102,7 @@ class Gemma4ForCausalLM(nn.Module):
 
         Raises ValueError for shapes that do not fit, or if num_loss_tiles does not divide S.
         """
-        config = self.config
+        config, sharding = self.config, self.execution.sharding
         _check_integers("labels", labels, input_ids.shape)
         table = self._table()
         hidden, statistics = self._hidden(input_ids, table, segment_ids, attention_mask, positions)
@@ -118,6 +118,8 @@ class Gemma4ForCausalLM(nn.Module):
             targets,
             softcap=config.final_logit_softcapping,
             num_tiles=config.num_loss_tiles,
+            num_shards=1 if sharding is None else sharding.num_row_shards,
+            constrain=self.execution.constrain,
         )
         count = num_valid if num_items is None else num_items
         count = count.clamp(min=1) if isinstance(count, Tensor) else max(count, 1)

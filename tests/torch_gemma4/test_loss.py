@@ -205,3 +205,33 @@ def test_indivisible_sequence_names_the_field_and_what_divides() -> None:
     ids = torch.zeros(1, S, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"num_loss_tiles = 5.* 12; use one of 1, 2, 3, 4, 6, 12"):
         model.loss(ids, ids)
+
+
+@pytest.mark.parametrize("num_shards", [2, 4])
+def test_shards_of_the_batch_add_up(num_shards):
+    torch.manual_seed(0)
+    labels = torch.randint(0, 7, (4, 8))
+    grads = []
+    for shards in (1, num_shards):
+        hidden = torch.linspace(-1, 1, 4 * 8 * 5, dtype=torch.float64).view(4, 8, 5)
+        hidden.requires_grad_()
+        weight = torch.linspace(-2, 1, 7 * 5, dtype=torch.float64).view(7, 5).requires_grad_()
+        seen = []
+
+        def note(tensor, role, seen=seen):
+            seen.append((tuple(tensor.shape), role))
+            return tensor
+
+        sums = tiled_cross_entropy(
+            hidden,
+            weight,
+            weight.detach(),
+            labels,
+            softcap=3.0,
+            num_tiles=2,
+            num_shards=shards,
+            constrain=note,
+        )
+        grads.append(torch.autograd.grad(sum(sums), (hidden, weight)))
+        assert seen == [((shards, 7, 5), "rows")] * 2
+    torch.testing.assert_close(*grads, rtol=1e-13, atol=1e-13)
