@@ -37,8 +37,6 @@ class TracedStep:
 
     module: bytes
     """StableHLO as MLIR bytecode; arguments carry layouts and donation."""
-    arguments: dict[int, str]
-    """Names of the arguments that have one, by position."""
     num_chips: int
     """Devices the program is for."""
 
@@ -126,8 +124,7 @@ def _export(
         main.arg_attrs = ir.ArrayAttr.get([ir.DictAttr.get(a) for a in arguments])
         main.attributes["res_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(r) for r in results])
         bytecode = mlir.module_to_bytecode(module)
-    names = {position: name for name, position in positions.items()}
-    return TracedStep(bytecode, names, config.mesh.num_devices)
+    return TracedStep(bytecode, config.mesh.num_devices)
 
 
 def _items(attributes) -> list[tuple[str, object]]:
