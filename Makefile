@@ -1,9 +1,10 @@
 # make train                        the default run, on a virtual mesh of CPU devices
 # make train ARGS="--steps 50"      with options (see python -m train --help)
-# make test [ARGS="-m 'not slow'"]
+# make test [ARGS="-m 'not slow and not exhaustive'"]   what proves a change
+# make test-all                      the exhaustive tests too
 # make lint | format | clean
 #
-# train, test, lint and format first make .venv with the first suitable Python they find
+# All but clean first make .venv with the first suitable Python they find
 # (PYTHON=... chooses another) and install this project into it, once.
 
 SUITABLE := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
@@ -12,12 +13,15 @@ PYTHON ?= $(firstword $(foreach python,python3.11 python3.12 python3.13 python3,
 	$(shell $(python) -c '$(SUITABLE)' >/dev/null 2>&1 && echo $(python))))
 INSTALLED := .venv/.installed
 
-.PHONY: train test lint format clean
+.PHONY: train test test-all lint format clean
 
 train: $(INSTALLED)
 	.venv/bin/python -m train $(ARGS)
 
 test: $(INSTALLED)
+	.venv/bin/python -m pytest tests -m "not exhaustive" $(ARGS)
+
+test-all: $(INSTALLED)
 	.venv/bin/python -m pytest tests $(ARGS)
 
 lint: $(INSTALLED)
