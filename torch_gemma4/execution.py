@@ -17,8 +17,8 @@ Body = Callable[[Tensor, dict[str, Tensor], tuple[Tensor, ...]], tuple[Tensor, t
 class LayerLoop(Protocol):
     """Runs `body` over parameters stacked on dim 0 and stacks its outputs on dim 0.
 
-    `body` is one persistent object a model, so that a loop may cache what it traces. Constants are
-    read by every iteration and never require grad.
+    `body` is hashable, and equal bodies do the same, so that a loop may cache what it traces.
+    Constants are read by every iteration and never require grad.
     """
 
     def __call__(
@@ -88,7 +88,7 @@ class Execution:
     """"einsum" holds all scores of a layer, [B, N, S, S]; "kernel" is `pallas_ops.attention`, which
     holds a block of them."""
     loop: LayerLoop = python_loop
-    """Runs the layers."""
+    """Runs the layers, and the tiles of the loss."""
     recompute: Callable[[Body], Body] | None = None
     """Wraps the body of one layer so that it is computed again in backward (see `recompute_layer`);
     None keeps activations."""
