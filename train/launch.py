@@ -7,7 +7,7 @@ the same command runs on every host, and the hosts find each other by the slice'
 
 import os
 import sys
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,12 +65,15 @@ def refuse_without_chips(device_folder: Path = Path("/dev")) -> None:
         )
 
 
-def prepare_tracing(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Sets what torch_xla, jax and libtpu read to trace and compile for a slice that is not here.
+def prepare_tracing(
+    environment: MutableMapping[str, str] = os.environ, *, libtpu_flags: Sequence[str] = ()
+) -> None:
+    """Sets what torch_xla, jax and libtpu read to trace and compile for a slice that is not here;
+    `libtpu_flags` come after those that LIBTPU_INIT_ARGS has.
 
-    One CPU device; libtpu asks no metadata server what machine this is (and does not complain that
-    it got no answer), and several compilers may run beside each other. Raises RuntimeError if
-    torch_xla or jax was imported too soon.
+    One CPU device; instructions are named by what asked for them; libtpu asks no metadata server
+    what machine this is (and does not complain that it got no answer), and several compilers may
+    run beside each other. Raises RuntimeError if torch_xla or jax was imported too soon.
     """
     imported = [name for name in ("torch_xla", "jax") if name in sys.modules]
     if imported:
@@ -86,7 +89,11 @@ def prepare_tracing(environment: MutableMapping[str, str] = os.environ) -> None:
         TPU_ACCELERATOR_TYPE="v6e-1",
         TPU_WORKER_HOSTNAMES="localhost",
         ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+        XLA_HLO_DEBUG="1",
     )
+    if libtpu_flags:
+        present = environment.get("LIBTPU_INIT_ARGS", "").split()
+        environment["LIBTPU_INIT_ARGS"] = " ".join([*present, *libtpu_flags])
     environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 
