@@ -4,9 +4,9 @@
     python -m benchmarks.kernel_profile --op tgmm                       every shape of one op
     python -m benchmarks.kernel_profile --calibrate                     beside published times
 
-The compiler's final schedule gives bundles, issue slots and VMEM (static_schedule.py), the traced
-kernel gives its steps and copies (grid_steps.py), and both give a time (step_time.py). Kernels are
-listed in kernel_registry.py. Calibration compiles public kernels with published times on a v6e.
+The machinery is the product's (train/compile/static/): the compiler's final schedule gives bundles,
+issue slots and VMEM, the traced kernel its steps and copies, and both a time. Kernels are listed in
+kernel_registry.py. Calibration compiles public kernels with published times on a v6e.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import kernel_registry
-from benchmarks.grid_steps import GridSteps, trace_grid, window_steps
-from benchmarks.kernel_compile import compile_with_dump
 from benchmarks.kernel_registry import CALIBRATION, OPS, ROUTINGS, Kernel, group_sizes
-from benchmarks.static_schedule import VMATMUL_CYCLES, Schedule, read_schedule
-from benchmarks.step_time import EVERY_STEP, modelled_time, region_sums, step_sums
+from pallas_ops import bridge
 from pallas_ops.chips import V6E
 from pallas_ops.tiling import Tiles
+from train.compile.static.dump import compile_with_dump
+from train.compile.static.grid_steps import GridSteps, trace_grid, window_steps
+from train.compile.static.schedule import VMATMUL_CYCLES, Schedule, read_schedule
+from train.compile.static.step_time import EVERY_STEP, modelled_time, region_sums, step_sums
 
 MODELLED = "modelled from the compiler's static schedule, not measured"
 
@@ -70,11 +71,11 @@ class Options:
         return ROUTINGS if self.routing == "all" else (self.routing,)
 
 
-def selected(options: Options) -> list[tuple[Kernel, Tiles | None]]:
-    """Kernels asked for, with their tiles. Raises ValueError, naming what is known."""
+def selected(options: Options) -> list[Kernel]:
+    """Kernels asked for. Raises ValueError, naming what is known."""
     tiles = None if options.tiles is None else Tiles(*options.tiles)
     if options.op is not None and options.shape is not None:
-        found = [(kernel_registry.find(options.op, options.shape, tiles), tiles)]
+        found = [kernel_registry.find(options.op, options.shape, tiles)]
     else:
         ours = [op for op in OPS if op not in CALIBRATION]
         if options.op is None:
@@ -82,20 +83,22 @@ def selected(options: Options) -> list[tuple[Kernel, Tiles | None]]:
         else:
             ops = ours if options.op == "all" else [options.op]
         found = [
-            (kernel, tiles)
+            kernel
             for op in ops
             for kernel in kernel_registry.kernels(op, tiles).values()
             if not kernel.is_tiny
         ]
     if options.calibrate:
-        found += [(k, None) for op in CALIBRATION for k in kernel_registry.kernels(op).values()]
+        found += [k for op in CALIBRATION for k in kernel_registry.kernels(op).values()]
     return found
 
 
-def profile(kernel: Kernel, tiles: Tiles | None, routings: tuple[str, ...]) -> list[dict[str, Any]]:
+def profile(kernel: Kernel, routings: tuple[str, ...]) -> list[dict[str, Any]]:
     """Compiles a kernel once; one row a routing, or one row if routing does not concern it."""
     with tempfile.TemporaryDirectory(prefix="kernel_profile_") as folder:
-        seconds = compile_with_dump(kernel, tiles, Path(folder))
+        seconds = compile_with_dump(
+            f"{kernel.op} {kernel.shape!r}", lowered(kernel), Path(folder), kernel.libtpu_flags
+        )
         schedule = read_schedule(Path(folder), kernel.compiled_name)
     rows = []
     for routing in routings if kernel.routed else ("none",):
@@ -108,6 +111,14 @@ def profile(kernel: Kernel, tiles: Tiles | None, routings: tuple[str, ...]) -> l
         head = {"op": kernel.op, "shape": kernel.shape, "routing": routing}
         rows.append({**head, **estimate(kernel, schedule, steps), "compile_s": round(seconds, 2)})
     return rows
+
+
+def lowered(kernel: Kernel) -> bytes:
+    """A kernel's StableHLO for a TPU, as MLIR bytecode."""
+    from jax._src.interpreters import mlir
+
+    module = bridge.lower(kernel.fn, kernel.signature, static=kernel.static, target="tpu")
+    return mlir.module_to_bytecode(module.compiler_ir("stablehlo"))
 
 
 def estimate(kernel: Kernel, schedule: Schedule, steps: GridSteps) -> dict[str, Any]:
@@ -235,8 +246,8 @@ def main(options: Options) -> None:
 
     jax.config.update("jax_platforms", "cpu")  # grids are evaluated; nothing looks for a TPU
     rows = []
-    for kernel, tiles in selected(options):
-        rows += [row | provenance() for row in profile(kernel, tiles, options.routings)]
+    for kernel in selected(options):
+        rows += [row | provenance() for row in profile(kernel, options.routings)]
         if options.out is not None:
             options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(json.dumps(rows, indent=1) + "\n")

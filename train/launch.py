@@ -7,7 +7,7 @@ the same command runs on every host, and the hosts find each other by the slice'
 
 import os
 import sys
-from collections.abc import MutableMapping
+from collections.abc import MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,8 +65,11 @@ def refuse_without_chips(device_folder: Path = Path("/dev")) -> None:
         )
 
 
-def prepare_tracing(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Sets what torch_xla, jax and libtpu read to trace and compile for a slice that is not here.
+def prepare_tracing(
+    environment: MutableMapping[str, str] = os.environ, *, libtpu_flags: Sequence[str] = ()
+) -> None:
+    """Sets what torch_xla, jax and libtpu read to trace and compile for a slice that is not here;
+    `libtpu_flags` come after those that LIBTPU_INIT_ARGS has.
 
     One CPU device; libtpu asks no metadata server what machine this is (and does not complain that
     it got no answer), and several compilers may run beside each other. Raises RuntimeError if
@@ -87,6 +90,9 @@ def prepare_tracing(environment: MutableMapping[str, str] = os.environ) -> None:
         TPU_WORKER_HOSTNAMES="localhost",
         ALLOW_MULTIPLE_LIBTPU_LOAD="1",
     )
+    if libtpu_flags:
+        present = environment.get("LIBTPU_INIT_ARGS", "").split()
+        environment["LIBTPU_INIT_ARGS"] = " ".join([*present, *libtpu_flags])
     environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.static_schedule import Copy, window_bytes
+from train.compile.static.schedule import Copy, window_bytes
 
 _LARGE = 1 << 20
 """Elements from which a value is left unknown: no decision about steps is that long."""
