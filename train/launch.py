@@ -71,9 +71,9 @@ def prepare_tracing(
     """Sets what torch_xla, jax and libtpu read to trace and compile for a slice that is not here;
     `libtpu_flags` come after those that LIBTPU_INIT_ARGS has.
 
-    One CPU device; libtpu asks no metadata server what machine this is (and does not complain that
-    it got no answer), and several compilers may run beside each other. Raises RuntimeError if
-    torch_xla or jax was imported too soon.
+    One CPU device; instructions are named by what asked for them; libtpu asks no metadata server
+    what machine this is (and does not complain that it got no answer), and several compilers may
+    run beside each other. Raises RuntimeError if torch_xla or jax was imported too soon.
     """
     imported = [name for name in ("torch_xla", "jax") if name in sys.modules]
     if imported:
@@ -89,6 +89,7 @@ def prepare_tracing(
         TPU_ACCELERATOR_TYPE="v6e-1",
         TPU_WORKER_HOSTNAMES="localhost",
         ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+        XLA_HLO_DEBUG="1",
     )
     if libtpu_flags:
         present = environment.get("LIBTPU_INIT_ARGS", "").split()

@@ -9,7 +9,7 @@ mesh of numbers over one real device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from torch_gemma4.model import Gemma4ForCausalLM
 from train.build import build_execution, decays
+from train.compile.scopes import Scopes
 from train.mesh import MeshLayout
 from train.optim import AdamW
 from train.sharding import ROW_AXES, Spec
@@ -70,8 +71,12 @@ def trace_step(config: RunConfig) -> TracedStep:
     layout = MeshLayout(config.mesh, _NumberedMesh(config.mesh), target="tpu")
     inputs = _Placeholders(layout)
 
+    scopes = Scopes()
+    execution = build_execution(config, layout)
+    if (recompute := execution.recompute) is not None:
+        execution = replace(execution, recompute=lambda body: recompute(scopes.around(body)))
     with torch.device("meta"):
-        model = Gemma4ForCausalLM(config.model, build_execution(config, layout))
+        model = Gemma4ForCausalLM(config.model, execution)
     for name, parameter in list(model.named_parameters()):
         spec = layout.parameter_spec(name, parameter)
         tensor = inputs.make(name, parameter.shape, torch.float32, spec)
@@ -89,7 +94,8 @@ def trace_step(config: RunConfig) -> TracedStep:
         name: inputs.make(name, shape, torch.int32, (ROW_AXES, None))
         for name in ("input_ids", "labels", "segment_ids")
     }
-    metrics = train_step(model, optimizer, layout, batch)
+    with scopes:
+        metrics = train_step(model, optimizer, layout, batch)
 
     state = {name: parameter.detach() for name, parameter in optimizer.parameters.items()}
     state |= {f"exp_avg/{name}": tensor for name, tensor in optimizer.exp_avg.items()}
