@@ -20,7 +20,7 @@ from train.compile.static.step_time import (
     modelled_time,
     step_sums,
 )
-from train.compile.static.visits import find_visits
+from train.compile.static.visits import find_visits, match_visits
 
 _COMPILED_NAME = "pallas_kernel"
 """Of the kernel in the dump: the function's that holds it."""
@@ -86,16 +86,18 @@ def profile_call(call: PallasCall, flags: Sequence[str] = ()) -> CallProfile:
         seconds = compile_with_dump(call.name, lower_alone(call), Path(folder), flags)
         schedule = read_schedule(Path(folder), _COMPILED_NAME)
     regions = kernel_regions(schedule)
-    has_every_visit = len(regions) == len(visits)
-    if not has_every_visit:
-        loops = [region for region in regions if region.kind == "loop"]
-        if loops:
-            raise ValueError(
-                f"{call.name}: the compiler left {len(regions)} regions of the body's "
-                f"{len(visits)}, with {len(loops)} loops among them: their trips are not known"
-            )
-        visits = tuple(Visit(f"region {i}", lambda _: np.ones(())) for i in range(len(regions)))
+    matched = match_visits(visits, len(regions))
+    if matched is None and any(region.kind == "loop" for region in regions):
+        raise ValueError(
+            f"{call.name}: the compiler left {len(regions)} regions of the body's {len(visits)}, "
+            "loops among them: their trips are not known"
+        )
+    visits = (
+        matched
+        if matched is not None
+        else tuple(Visit(f"region {i}", lambda _: np.ones(())) for i in range(len(regions)))
+    )
     bundles = step_sums(schedule, steps, visits, np.ones(schedule.num_bundles))
     loop = schedule.main_loop
     time = modelled_time(bundles, steps, schedule.num_bundles - (loop.last - loop.first))
-    return CallProfile(schedule, steps, visits, has_every_visit, time, seconds)
+    return CallProfile(schedule, steps, visits, matched is not None, time, seconds)

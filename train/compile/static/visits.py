@@ -7,6 +7,7 @@ before those it holds, which is the order of the compiler's.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,9 +25,24 @@ def find_visits(call: PallasCall, steps: GridSteps) -> tuple[Visit, ...]:
     """
     body = call.params["jaxpr"]
     env: dict[Any, Any] = dict(zip(body.invars, steps.scalars, strict=False))
+    # A body does not see the dimensions that vmap has put around its grid.
+    mapping = call.params["grid_mapping"]
+    seen = [i for i in range(len(steps.grid)) if i not in mapping.vmapped_dims]
+    body_steps = replace(
+        steps, grid=tuple(steps.grid[i] for i in seen), ids=tuple(steps.ids[i] for i in seen)
+    )
     found: list[Visit] = []
-    _walk(body, env, steps, found)
+    _walk(body, env, body_steps, found)
     return tuple(found)
+
+
+def match_visits(visits: tuple[Visit, ...], num_regions: int) -> tuple[Visit, ...] | None:
+    """Those of a body's visits that belong to the regions which the compiler left: all, or all but
+    the loops that it may have unrolled. None where their number is another."""
+    for kept in (visits, tuple(visit for visit in visits if not visit.is_static_loop)):
+        if len(kept) == num_regions:
+            return kept
+    return None
 
 
 def _walk(jaxpr: Any, env: dict[Any, Any], steps: GridSteps, found: list[Visit]) -> None:
@@ -51,7 +67,8 @@ def _walk(jaxpr: Any, env: dict[Any, Any], steps: GridSteps, found: list[Visit])
             _branches(eqn, operands, env, steps, found)
         elif name in ("scan", "while"):
             trips = _trips(eqn, operands)
-            found.append(_visit(f"loop {len(found)}", trips))
+            visit = _visit(f"loop {len(found)}", trips)
+            found.append(replace(visit, is_static_loop=name == "scan"))
             _walk(
                 _closed(eqn.params["jaxpr" if name == "scan" else "body_jaxpr"]), {}, steps, found
             )
