@@ -168,8 +168,8 @@ def estimate(kernel: Kernel, schedule: Schedule, steps: GridSteps) -> dict[str, 
     }
 
 
-def provenance() -> dict[str, Any]:
-    """Versions, command, date and commit of every row."""
+def provenance(module: str = "benchmarks.kernel_profile") -> dict[str, Any]:
+    """Versions, command (`python -m` of a module), date and commit of every row."""
     folder = Path(__file__).parent
 
     def git(*arguments: str) -> str:
@@ -181,7 +181,7 @@ def provenance() -> dict[str, Any]:
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "libtpu")}
     return {
         "versions": {"python": platform.python_version(), **versions},
-        "command": shlex.join(["python", "-m", "benchmarks.kernel_profile", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": git("rev-parse", "--short", "HEAD") + dirty,
     }

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ import pytest
 from train.compile import hlo
 from train.compile.command import on_topology
 from train.compile.compiler import Program
-from train.compile.report import CLOCK_HZ, MODEL_BYTES_PER_S, make_report
+from train.compile.model_time import LINK_BYTES_PER_S, MODEL_BYTES_PER_S
+from train.compile.report import Workload, make_report
+from train.compile.static.step_time import CLOCK_HZ
 from train.compile.topology import TOPOLOGIES, find_topology
 from train.launch import prepare_tracing
 from train.presets import cpu_tiny
@@ -28,7 +31,7 @@ LOOP = """HloModule step, is_scheduled=true
   %state = (s32[], bf16[8,16]{1,0}) parameter(0)
   %x = bf16[8,16]{1,0} get-tuple-element(%state), index=1
   %w = bf16[16,4]{1,0} constant({...})
-  %gathered = bf16[32,16]{1,0} all-gather(%x), dimensions={0}
+  %gathered = bf16[32,16]{1,0} all-gather(%x), replica_groups=[2,4]<=[8], dimensions={0}
   %y = bf16[8,4]{1,0} fusion(%x, %w), kind=kOutput, calls=%fused_dot, c={"estimated_cycles":"175"}
   %moved = bf16[16,8]{1,0} transpose(%x), dimensions={1,0}
   ROOT %next = (s32[], bf16[8,16]{1,0}) tuple(%state, %x)
@@ -57,9 +60,10 @@ def program(text, **sizes):
     return Program(hlo=text, compile_s=1.0, **dict.fromkeys(names, 0) | sizes)
 
 
-def report_of(text, **sizes):
+def report_of(text, workload=None, **sizes):
     topology = TOPOLOGIES["v6e-8"]
-    return make_report("small", topology.name, program(text, **sizes), topology.chip)
+    compiled = program(text, **sizes)
+    return make_report("small", topology.name, compiled, topology.chip, workload=workload)
 
 
 def test_a_loop_body_counts_as_often_as_it_turns():
@@ -83,23 +87,51 @@ def test_an_unknown_trip_count_is_said():
 def test_collectives_formatting_products_and_unknowns_are_told_apart():
     report = report_of(LOOP)
     (gather,) = report.collectives
-    assert (gather.kind, gather.count, gather.bytes) == ("all-gather", 5, 5 * 32 * 16 * 2)
+    size = 32 * 16 * 2
+    assert (gather.kind, gather.count, gather.bytes) == ("all-gather", 5, 5 * size)
+    # A quarter of what is gathered is this chip's own; the loop waits for each at once.
+    link_s = 5 * size * 3 / 4 / LINK_BYTES_PER_S
+    assert gather.link_s == pytest.approx(link_s) == pytest.approx(report.exposed_collectives_s)
     kinds = {kind.kind: kind for kind in report.time_by_kind}
-    assert kinds["matrix products"].modelled_s == pytest.approx(5 * 175 / CLOCK_HZ)
+    assert kinds["dense matmuls"].modelled_s == pytest.approx(5 * 175 / CLOCK_HZ)
+    assert kinds["dense matmuls"].compiler_s == kinds["dense matmuls"].modelled_s
     moved = 5 * 2 * 8 * 16 * 2
-    assert kinds["data formatting"].bytes == moved
-    assert kinds["data formatting"].modelled_s == pytest.approx(moved / MODEL_BYTES_PER_S)
-    assert kinds["sort"].modelled_s is None
-    assert "sort: 1 executed" in report.unknowns
-    modelled = (kinds["matrix products"].modelled_s, kinds["data formatting"].modelled_s)
-    assert report.modelled_step_s == pytest.approx(sum(modelled))
+    assert kinds["copies and formatting"].bytes == moved
+    assert kinds["copies and formatting"].modelled_s == pytest.approx(moved / MODEL_BYTES_PER_S)
+    sorted_bytes = 2 * 8 * 16 * 2
+    assert kinds["other"].bytes == sorted_bytes
+    assert any(unknown.startswith("sort: 1 executed") for unknown in report.unknowns)
+    total = 5 * 175 / CLOCK_HZ + (moved + sorted_bytes) / MODEL_BYTES_PER_S
+    assert report.modelled_step_s == pytest.approx(total)
 
 
-def test_tpus_own_reduce_scatter_is_recognised():
-    text = LOOP.replace("calls=%fused_dot", "calls=%all-reduce-scatter.1")
-    text = text.replace("%fused_dot (", "%all-reduce-scatter.1 (")
-    kinds = {use.kind: use.count for use in report_of(text).collectives}
-    assert kinds == {"all-gather": 5, "reduce-scatter": 5}
+def test_rates_follow_from_the_modelled_step():
+    report = report_of(LOOP, workload=Workload(tokens=1000, flops=10**6))
+    step = report.modelled_step_s
+    assert report.modelled_tokens_per_s == pytest.approx(1000 / step)
+    assert report.modelled_mfu == pytest.approx(
+        1e6 / step / TOPOLOGIES["v6e-8"].chip.peak_bf16_flops
+    )
+    assert report_of(LOOP).modelled_mfu is None
+
+
+KERNEL = """HloModule step
+
+ENTRY %main (a: bf16[8,16]) -> bf16[8,16] {
+  %a = bf16[8,16]{1,0} parameter(0)
+  ROOT %k = bf16[8,16]{1,0} custom-call(%a), custom_call_target="tpu_custom_call", \
+metadata={op_name="pallas_ops.gmm.op.3/jit(gmm)/pallas_call"}, c={"flops":"918000000"}
+}
+"""
+
+
+def test_a_kernel_without_a_schedule_is_a_bound_and_is_said():
+    report = report_of(KERNEL.replace("\\\n", ""))
+    (kernel,) = report.kernels
+    assert kernel.source == "bound by bytes and FLOPs" and kernel.bundles is None
+    assert report.modelled_step_s == kernel.modelled_s == pytest.approx(1e-6)
+    assert [kind.kind for kind in report.time_by_kind] == ["routed experts"]
+    assert "kernel k, 1 executed: bound by bytes and FLOPs" in report.unknowns
 
 
 def test_memory_counts_a_shared_buffer_once_and_says_whether_it_fits():
@@ -155,11 +187,22 @@ def test_a_tiny_step_compiles_for_eight_chips(tmp_path):
     assert report["fits"]
     # All state is donated: only the batch comes in without leaving, and only metrics leave.
     assert report["memory"]["argument"] - report["memory"]["alias"] < 64_000
-    kinds = {kind["kind"]: kind["count"] for kind in report["time_by_kind"]}
+    kernels = Counter()
+    for kernel in report["kernels"]:
+        assert kernel["source"] == "static schedule" and kernel["modelled_s"] > 0
+        kernels[kernel["name"]] += kernel["count"]
     # Two products a layer: forward, recomputed, and the gradient of their rows. The global layer's
     # loop has one turn (the preset has one period), which the compiler unrolls; it then sees both
     # runs of that layer in one place and merges them.
-    assert kinds["kernel gmm"] == 5 * 2 * 3 + 1 * 2 * 2
-    assert kinds["kernel tgmm"] == 6 * 2
-    assert "sort" not in kinds
-    assert not any("trip count" in unknown for unknown in report["unknowns"])
+    assert kernels == {"gmm": 5 * 2 * 3 + 1 * 2 * 2, "tgmm": 6 * 2}
+    kinds = {kind["kind"] for kind in report["time_by_kind"]}
+    assert kinds >= {
+        "attention", "routed experts", "dense matmuls", "combine and permute", "routing", "norms",
+        "loss", "optimizer", "copies and formatting",
+    }  # fmt: skip
+    other = next(k["count"] for k in report["time_by_kind"] if k["kind"] == "other")
+    assert other < sum(k["count"] for k in report["time_by_kind"]) / 10
+    assert not any("sort" in unknown or "trip count" in unknown for unknown in report["unknowns"])
+    # Each collective once, though chains of fusions carry some: no more than the layers need.
+    gathers = next(use for use in report["collectives"] if use["kind"] == "all-gather")
+    assert 0 < gathers["num_asynchronous"] < gathers["count"] < 130

@@ -20,6 +20,7 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import Tensor
 
+from pallas_ops.bridge import Lowering, lowered
 from torch_gemma4.model import Gemma4ForCausalLM
 from train.build import build_execution, decays
 from train.compile.scopes import Scopes
@@ -40,6 +41,8 @@ class TracedStep:
     """StableHLO as MLIR bytecode; arguments carry layouts and donation."""
     num_chips: int
     """Devices the program is for."""
+    kernels: tuple[Lowering, ...]
+    """JAX functions that it calls."""
 
 
 class _NumberedMesh(xs.Mesh):
@@ -130,7 +133,7 @@ def _export(
         main.arg_attrs = ir.ArrayAttr.get([ir.DictAttr.get(a) for a in arguments])
         main.attributes["res_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(r) for r in results])
         bytecode = mlir.module_to_bytecode(module)
-    return TracedStep(bytecode, config.mesh.num_devices)
+    return TracedStep(bytecode, config.mesh.num_devices, lowered())
 
 
 def _items(attributes) -> list[tuple[str, object]]:

@@ -34,6 +34,8 @@ class Visit:
     """What it does, for reports."""
     times: Callable[[GridSteps], np.ndarray]
     """[num_steps] times that the region runs, each time that the region around it does."""
+    is_static_loop: bool = False
+    """Whether it is a loop of a known length, which the compiler may unroll."""
 
 
 @dataclass(frozen=True)
