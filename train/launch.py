@@ -7,14 +7,18 @@ the same command runs on every host, and the hosts find each other by the slice'
 
 import os
 import sys
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from train.xla_flags import FLAGS, accepted_flags, explained, merged_arguments
 
 if TYPE_CHECKING:
     from train.config import MeshConfig
 
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
+_MERGED = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
+"""Variables that keep what they hold."""
 
 
 def prepare_environment(
@@ -24,17 +28,18 @@ def prepare_environment(
 
     cpu: PJRT_DEVICE=CPU, CPU_NUM_DEVICES (torch_xla's virtual devices), the same count in
     XLA_FLAGS (jax's, which must agree for kernels under SPMD), JAX_PLATFORMS=cpu.
-    tpu: PJRT_DEVICE=TPU.
+    tpu: PJRT_DEVICE=TPU, and LIBTPU_INIT_ARGS with the flags of train/xla_flags.py that the
+    installed libtpu takes, behind those that are set.
     both: TF_CPP_MIN_LOG_LEVEL=2 (errors of XLA's C++ alone), unless it is set.
 
     Raises ValueError for more than one process on this host, and for a variable that is already
     set to something else; RuntimeError if a library that reads them has been imported too soon.
     """
     refuse_several_processes(environment)
-    wanted = _variables(mesh, environment.get("XLA_FLAGS", ""))
+    wanted = _variables(mesh, environment)
     for name, value in wanted.items():
         present = environment.get(name)
-        if name != "XLA_FLAGS" and present not in (None, value):
+        if name not in _MERGED and present not in (None, value):
             raise ValueError(
                 f"{name}={present} is set, but mesh.platform = {mesh.platform!r} with "
                 f"{mesh.num_devices} device(s) needs {name}={value}: unset it, or change the mesh "
@@ -97,6 +102,19 @@ def prepare_tracing(
     environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 
+def prepare_compiler(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Adds to LIBTPU_INIT_ARGS the flags that change a program, as training on a TPU has them, to
+    compile what training would run. Call it before libtpu is used."""
+    flags = accepted_flags((flag for flag in FLAGS if flag.changes_program), environment)
+    present = environment.get("LIBTPU_INIT_ARGS", "")
+    environment["LIBTPU_INIT_ARGS"] = merged_arguments(present, flags)
+
+
+def libtpu_flags(environment: Mapping[str, str] = os.environ) -> list[tuple[str, str, str]]:
+    """(name, value, reason) of every libtpu flag in force, once the environment is prepared."""
+    return explained(environment.get("LIBTPU_INIT_ARGS", ""))
+
+
 def refuse_several_processes(environment: MutableMapping[str, str] = os.environ) -> None:
     """Raises ValueError if a launcher (torchrun) started more than one process on this host."""
     processes = environment.get("LOCAL_WORLD_SIZE", "1")
@@ -113,11 +131,14 @@ def refuse_several_processes(environment: MutableMapping[str, str] = os.environ)
         )
 
 
-def _variables(mesh: "MeshConfig", xla_flags: str) -> dict[str, str]:
+def _variables(mesh: "MeshConfig", environment: Mapping[str, str]) -> dict[str, str]:
     if mesh.platform == "tpu":
-        return {"PJRT_DEVICE": "TPU"}
+        flags = accepted_flags(FLAGS, environment)
+        present = environment.get("LIBTPU_INIT_ARGS", "")
+        return {"PJRT_DEVICE": "TPU", "LIBTPU_INIT_ARGS": merged_arguments(present, flags)}
     count = str(mesh.num_devices)
-    others = [flag for flag in xla_flags.split() if flag.split("=")[0] != _DEVICE_COUNT]
+    xla_flags = environment.get("XLA_FLAGS", "").split()
+    others = [flag for flag in xla_flags if flag.split("=")[0] != _DEVICE_COUNT]
     return {
         "PJRT_DEVICE": "CPU",
         "CPU_NUM_DEVICES": count,

@@ -36,7 +36,9 @@ def compare_views(
         View(
             "Collectives of a step: bytes",
             ("", *heading),
-            _rows(*({k: c["bytes"] for k, c in kinds.items()} for kinds in collectives), format_bytes),
+            _rows(
+                *({k: c["bytes"] for k, c in kinds.items()} for kinds in collectives), format_bytes
+            ),
         ),
         View(
             "Collectives of a step: executions",

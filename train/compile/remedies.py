@@ -151,9 +151,7 @@ def _dtypes(config: RunConfig, used_bytes: int) -> Iterator[Remedy]:
         )
 
 
-def _more_chips(
-    config: RunConfig, topology: Topology, larger: Topology | None
-) -> Iterator[Remedy]:
+def _more_chips(config: RunConfig, topology: Topology, larger: Topology | None) -> Iterator[Remedy]:
     if larger is None:
         return
     state = _state(config)

@@ -43,6 +43,9 @@ class TracedStep:
     """Devices the program is for."""
     kernels: tuple[Lowering, ...]
     """JAX functions that it calls."""
+    argument_names: dict[int, str]
+    """By an argument's number: a parameter's name, "exp_avg/" and "exp_avg_sq/" before it for its
+    moments, or an input of the batch. Scalars that the trace made are not in it."""
 
 
 class _NumberedMesh(xs.Mesh):
@@ -133,7 +136,8 @@ def _export(
         main.arg_attrs = ir.ArrayAttr.get([ir.DictAttr.get(a) for a in arguments])
         main.attributes["res_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(r) for r in results])
         bytecode = mlir.module_to_bytecode(module)
-    return TracedStep(bytecode, config.mesh.num_devices, lowered())
+    names = {position: name for name, position in positions.items()}
+    return TracedStep(bytecode, config.mesh.num_devices, lowered(), names)
 
 
 def _items(attributes) -> list[tuple[str, object]]:

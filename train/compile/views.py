@@ -79,19 +79,43 @@ def report_views(report: Mapping[str, Any]) -> list[View]:
             ),
         ),
         View(
-            "Collectives of a step",
-            ("", "executed", "bytes", "asynchronous"),
+            "Collectives of a step (link ms: at the published rate, a lower bound)",
+            ("", "executed", "bytes", "asynchronous", "link ms"),
             tuple(
-                (c["kind"], f"{c['count']:,}", format_bytes(c["bytes"]), f"{c['num_asynchronous']:,}")
+                (
+                    c["kind"],
+                    f"{c['count']:,}",
+                    format_bytes(c["bytes"]),
+                    f"{c['num_asynchronous']:,}",
+                    milliseconds(c.get("link_s")),
+                )
                 for c in report["collectives"]
             ),
         ),
         View(
-            "Modelled time of a step (not measured)",
-            ("", "executed", "bytes", "ms"),
+            "Modelled time of a step (not measured); the compiler's own beside, not summed",
+            ("", "executed", "HBM bytes", "ms", "compiler ms"),
             _times(report),
         ),
-        View("Not in the modelled step", ("",), tuple((u,) for u in report["unknowns"])),
+        View(
+            "Kernels, in the kinds above",
+            ("", "results", "executed", "ms", ""),
+            tuple(
+                (
+                    k["name"],
+                    k["shapes"],
+                    f"{k['count']:,}",
+                    milliseconds(k["modelled_s"]),
+                    k["source"],
+                )
+                for k in report.get("kernels", ())
+            ),
+        ),
+        View(
+            "Not known, or not in the modelled step",
+            ("",),
+            tuple((unknown,) for unknown in report["unknowns"]),
+        ),
         View(
             "Compiler flags",
             ("", "value", "why"),
@@ -110,10 +134,20 @@ def _times(report: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
     if not report["time_by_kind"]:
         return ()
     kinds = (
-        (k["kind"], f"{k['count']:,}", format_bytes(k["bytes"]), milliseconds(k["modelled_s"]))
+        (
+            k["kind"],
+            f"{k['count']:,}",
+            format_bytes(k["bytes"]),
+            milliseconds(k["modelled_s"]),
+            milliseconds(k.get("compiler_s")),
+        )
         for k in report["time_by_kind"]
     )
-    return (*kinds, ("modelled step", "", "", milliseconds(report["modelled_step_s"])))
+    sums = [("modelled step", "", "", milliseconds(report["modelled_step_s"]), "")]
+    if report.get("modelled_mfu") is not None:
+        rate = f"{report['modelled_tokens_per_s']:,.0f} tokens/s a chip"
+        sums.append((f"as {rate}, MFU {report['modelled_mfu']:.1%}", "", "", "", ""))
+    return (*kinds, *sums)
 
 
 def _pairs(sizes: Mapping[str, int]) -> tuple[tuple[str, str], ...]:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from pallas_ops.compile_only import compile_module, topology_devices
 from train.launch import prepare_tracing
 
 
@@ -50,18 +51,10 @@ def compile_with_dump(name: str, module: bytes, folder: Path, flags: Sequence[st
 def main(module: str, *flags: str) -> None:
     """The child: compiles and prints seconds, or error."""
     prepare_tracing(libtpu_flags=flags)
-    from jax._src.lib import xla_client
-    from jax.experimental import topologies
-
-    topology = topologies.get_topology_desc(
-        platform="tpu", topology_name="v6e:1x1", chips_per_host_bounds=(1, 1, 1), num_slices=1
-    )
-    (device,) = topology.devices
-    options = xla_client.CompileOptions()
-    options.num_replicas = options.num_partitions = 1
+    devices = topology_devices("v6e:1x1", (1, 1, 1))
     start = time.perf_counter()
     try:
-        device.client.compile(Path(module).read_bytes(), xla_client.DeviceList((device,)), options)
+        compile_module(Path(module).read_bytes(), devices)
     except Exception as error:  # jaxlib's error type differs by what failed
         print(json.dumps({"error": str(error)}))
         return
