@@ -11,7 +11,7 @@ MIB = 1 << 20
 class Chip:
     """One TPU core's limits and peak rates (v5p: its two cores as one). Sources: Google's
     documentation (cloud.google.com/tpu/docs/v6e, v5e, v5p); HBM as libtpu 0.0.21 states it when a
-    program does not fit; VMEM of v6e as it accepts it, of the others as JAX's Pallas table has it."""
+    program does not fit; VMEM of v6e as it accepts it, of the others as in JAX's Pallas."""
 
     name: str
     """The name of the topology family, e.g. "v6e"."""

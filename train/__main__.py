@@ -90,20 +90,23 @@ class Compile:
 class Report:
     """Shows what `compile` reported once more, or two reports side by side.
 
-    python -m train report runs/compile/cpu_tiny-v6e-8/report.json
-    python -m train report --compare before/report.json after/report.json
+      python -m train report runs/compile/cpu_tiny-v6e-8/report.json
+      python -m train report --compare before/report.json after/report.json
+
+    Figures are the compiler's and a model's; nothing in them is measured.
     """
 
-    path: tyro.conf.Positional[str | None] = None
-    """A report.json."""
-    compare: tuple[str, str] | None = None
-    """Two of them; differences are from the first to the second."""
+    paths: tyro.conf.Positional[tuple[str, ...]]
+    """A report.json; two with --compare."""
+    compare: bool = False
+    """Side by side, with the differences from the first to the second."""
 
     def __post_init__(self) -> None:
-        if (self.path is None) == (self.compare is None):
+        wanted = 2 if self.compare else 1
+        if len(self.paths) != wanted:
             raise ValueError(
-                f"report = {self.path!r}, --compare {self.compare!r}: give one report.json, or "
-                "--compare and two"
+                f"report = {' '.join(self.paths) or 'nothing'}: give "
+                + ("two report.json with --compare" if self.compare else "one report.json")
             )
 
 
@@ -134,10 +137,10 @@ def main(arguments: Sequence[str]) -> None:
                 from train.compile.command import compile_and_report
 
                 compile_and_report(config, topology, out)
-            case Report(path=path, compare=pair):
+            case Report(paths=paths):
                 from train.compile.command import show_report
 
-                show_report(*(pair or (path, None)))
+                show_report(*paths)
 
 
 def parse(command: type[Command], arguments: Sequence[str]) -> Command:

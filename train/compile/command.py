@@ -69,7 +69,7 @@ def compile_and_report(config: RunConfig, topology_name: str, out: str) -> Path:
     return folder
 
 
-def show_report(path: str, other: str | None, console: Console | None = None) -> None:
+def show_report(path: str, other: str | None = None, console: Console | None = None) -> None:
     """Prints a report.json again, or with `other` the two side by side. Raises ValueError for files
     that are no report."""
     from train.compile.compare import compare_views
