@@ -6,18 +6,20 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from train.compile import hlo
-from train.compile.command import on_topology
-from train.compile.compiler import Program
+from train.compile.command import compile_and_report, on_topology
+from train.compile.compiler import DoesNotFit, Program
 from train.compile.model_time import LINK_BYTES_PER_S, MODEL_BYTES_PER_S
 from train.compile.report import Workload, make_report
 from train.compile.static.step_time import CLOCK_HZ
 from train.compile.topology import TOPOLOGIES, find_topology
 from train.launch import prepare_tracing
 from train.presets import cpu_tiny
+from train.xla_flags import FLAGS
 
 LOOP = """HloModule step, is_scheduled=true
 
@@ -152,6 +154,8 @@ def test_text_that_is_no_program():
 
 def test_topologies_by_name():
     assert find_topology("v6e-128").libtpu_name == "v6e:8x16"
+    assert find_topology("v5p-8").libtpu_name == "v5p:2x2x2"
+    assert find_topology("v5e-8").chip.hbm_bytes < find_topology("v6e-8").chip.hbm_bytes
     assert {t.num_chips for t in TOPOLOGIES.values()} == {1, 4, 8, 16, 32, 64, 128, 256}
     with pytest.raises(ValueError, match=r"topology = 'v7-8': unknown; use one of v6e-1, v6e-4"):
         find_topology("v7-8")
@@ -166,6 +170,37 @@ def test_tracing_must_come_first(monkeypatch):
     monkeypatch.setitem(sys.modules, "jax", sys)
     with pytest.raises(RuntimeError, match="jax imported before the environment was prepared"):
         prepare_tracing({})
+
+
+REFUSAL = "Ran out of memory in memory space hbm. Used 40.00G of 31.25G hbm. Exceeded by 8.75G."
+
+
+@pytest.mark.parametrize(
+    ("words", "told", "files"),
+    [
+        (REFUSAL, "v6e-8, by 9.40 GB a chip", {"report.json", "report.md", "memory.png"}),
+        ("RESOURCE_EXHAUSTED: vmem", "v6e-8: RESOURCE_EXHAUSTED: vmem", set()),
+    ],
+)
+def test_a_step_that_does_not_fit(tmp_path, monkeypatch, words, told, files):
+    def refuse(step, topology):
+        raise DoesNotFit(words)
+
+    trace = ModuleType("train.compile.trace")
+    trace.trace_step = lambda config: SimpleNamespace(argument_names={})
+    monkeypatch.setitem(sys.modules, "train.compile.trace", trace)
+    monkeypatch.setattr("train.compile.compiler.compile_step", refuse)
+    for name in ("prepare_compiler", "prepare_tracing"):
+        monkeypatch.setattr(f"train.compile.command.{name}", lambda: None)
+    with pytest.raises(SystemExit, match=f"does not fit {told}"):
+        compile_and_report(cpu_tiny(), "v6e-8", str(tmp_path))
+    folder = tmp_path / "cpu_tiny-v6e-8"
+    assert (folder / "does_not_fit.txt").read_text() == words
+    assert {path.name for path in folder.iterdir()} == files | {"does_not_fit.txt"}
+    if files:
+        report = json.loads((folder / "report.json").read_text())
+        assert not report["fits"] and len(report["remedies"]) == 3
+        assert report["versions"]["libtpu"] and report["config"]["name"] == "cpu_tiny"
 
 
 @pytest.mark.slow
@@ -183,8 +218,20 @@ def test_a_tiny_step_compiles_for_eight_chips(tmp_path):
         cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    report = json.loads((tmp_path / "cpu_tiny-v6e-8" / "report.json").read_text())
+    folder = tmp_path / "cpu_tiny-v6e-8"
+    report = json.loads((folder / "report.json").read_text())
     assert report["fits"]
+    assert "![time by kind](time_by_kind.png)" in (folder / "report.md").read_text()
+    assert {path.name for path in folder.iterdir()} == {
+        *("report.json", "report.md", "program.hlo", "memory.png", "time_by_kind.png")
+    }
+    flags = {flag["name"]: flag["value"] for flag in report["flags"]}
+    assert flags.items() >= {f.name: f.value for f in FLAGS if f.changes_program}.items()
+    buffer = report["largest_buffers"][0]
+    assert (buffer["name"], buffer["shape"]) == (
+        "exp_avg/stack.segments.0.experts.gate_up",
+        "f32[1,5,1,128,128]",
+    )
     # All state is donated: only the batch comes in without leaving, and only metrics leave.
     assert report["memory"]["argument"] - report["memory"]["alias"] < 64_000
     kernels = Counter()

@@ -8,7 +8,13 @@ from rich.console import Console
 from train.compile.command import show_report
 from train.compile.compare import compare_views
 from train.compile.pictures import draw_report, memory_parts, time_parts
-from train.compile.views import View, markdown_document, read_report, report_views
+from train.compile.views import (
+    View,
+    markdown_document,
+    milliseconds,
+    read_report,
+    report_views,
+)
 
 
 def kind(name, seconds, count=3):
@@ -127,7 +133,7 @@ def test_two_reports_side_by_side():
         topology="v6e-16",
         memory=report()["memory"] | {"temp": 3 << 30, "code": 1 << 30},
         collectives=[{"kind": "all-reduce", "count": 2, "bytes": 10, "num_asynchronous": 0}],
-        time_by_kind=[kind("attention", 0.5), kind("sorts", None or 0.0)],
+        time_by_kind=[kind("attention", 0.5), kind("sorts", 0.0)],
         modelled_step_s=0.5,
         config={"mesh": {"fsdp": 16}, "recompute": True},
     )
@@ -155,6 +161,14 @@ def test_a_refusal_beside_a_report():
     assert times["modelled step"] == ("375.0", "unknown", "unknown")
     same = compare_views(report(), report(), ("a", "b"))
     assert not any(view.title == "What differs" for view in same)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(1.2345, "1,234.5"), (0.01, "10.0"), (0.0000123, "0.012"), (0.0, "0.000"), (None, "unknown")],
+)
+def test_milliseconds(seconds, text):
+    assert milliseconds(seconds) == text
 
 
 def test_pictures(tmp_path):

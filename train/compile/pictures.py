@@ -8,7 +8,12 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from train.compile.views import milliseconds
+from train.tables import format_bytes
+
 _GIB = 1 << 30
+_FREE_SHOWN = 0.8
+"""Share of a chip's memory up to which what is free has a bar; more would dwarf the others."""
 _NUM_KINDS = 15
 """Bars of the time's picture; what is smaller is drawn as one."""
 
@@ -47,18 +52,20 @@ def time_parts(report: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _memory(report: Mapping[str, Any]) -> Figure:
-    figure = Figure(figsize=(9, 2.6), layout="constrained")
+    memory = report["memory"]
+    parts = memory_parts(memory)
+    free = memory["available"] - memory["peak"]
+    if 0 < free < _FREE_SHOWN * memory["available"]:
+        parts["free"] = free
+    figure = Figure(figsize=(9, 1.2 + 0.4 * len(parts)), layout="constrained")
     axes = figure.add_subplot()
-    left = 0.0
-    for name, size in memory_parts(report["memory"]).items():
-        axes.barh([""], [size / _GIB], left=left, label=f"{name}: {size / _GIB:,.2f}")
-        left += size / _GIB
-    available = report["memory"]["available"] / _GIB
-    axes.axvline(available, color="black", linestyle="--", label=f"a chip has {available:,.2f}")
-    axes.set_xlim(0, 1.05 * max(left, available))
+    bars = axes.barh(list(parts), [size / _GIB for size in parts.values()])
+    axes.bar_label(bars, [format_bytes(size) for size in parts.values()], padding=2)
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
     axes.set_xlabel("GiB of HBM on a chip (the compiler's figures)")
-    axes.set_title(f"{report['preset']} on {report['topology']}")
-    figure.legend(loc="outside lower center", ncols=3, fontsize="small")
+    sizes = f"{format_bytes(memory['peak'])} of {format_bytes(memory['available'])}"
+    axes.set_title(f"{report['preset']} on {report['topology']}: {sizes}")
     return figure
 
 
@@ -67,10 +74,15 @@ def _time(report: Mapping[str, Any]) -> Figure:
     figure = Figure(figsize=(9, 1 + 0.35 * len(parts)), layout="constrained")
     axes = figure.add_subplot()
     bars = axes.barh(list(parts), [1e3 * seconds for seconds in parts.values()])
-    axes.bar_label(bars, fmt="%.1f", padding=2, fontsize="small")
+    axes.bar_label(
+        bars,
+        labels=[milliseconds(seconds) for seconds in parts.values()],
+        padding=2,
+        fontsize="small",
+    )
     axes.invert_yaxis()
     axes.margins(x=0.1)
     axes.set_xlabel("modelled ms of a step (not measured)")
-    total = 1e3 * report["modelled_step_s"]
-    axes.set_title(f"{report['preset']} on {report['topology']}: {total:,.1f} ms modelled")
+    total = milliseconds(report["modelled_step_s"])
+    axes.set_title(f"{report['preset']} on {report['topology']}: {total} ms modelled")
     return figure

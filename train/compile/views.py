@@ -63,7 +63,7 @@ def report_views(report: Mapping[str, Any]) -> list[View]:
     views = [
         View(title, ("HBM", "a chip"), _pairs(report["memory"])),
         View(
-            "Largest buffers (by what writes them; not all live at once)",
+            "Largest buffers when most is in use, by parameter or what writes them",
             ("", "shape", "how many", "bytes of one"),
             tuple(
                 (b["name"], b["shape"], f"{b['count']:,}", format_bytes(b["bytes"]))
@@ -126,8 +126,10 @@ def report_views(report: Mapping[str, Any]) -> list[View]:
 
 
 def milliseconds(seconds: float | None) -> str:
-    """Such as 1,234.5, or unknown."""
-    return "unknown" if seconds is None else f"{1e3 * seconds:,.1f}"
+    """Such as 1,234.5, 0.012 (below 10 to the microsecond) or unknown."""
+    if seconds is None:
+        return "unknown"
+    return f"{1e3 * seconds:,.1f}" if seconds >= 0.01 else f"{1e3 * seconds:.3f}"
 
 
 def _times(report: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
