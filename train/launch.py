@@ -28,8 +28,8 @@ def prepare_environment(
 
     cpu: PJRT_DEVICE=CPU, CPU_NUM_DEVICES (torch_xla's virtual devices), the same count in
     XLA_FLAGS (jax's, which must agree for kernels under SPMD), JAX_PLATFORMS=cpu.
-    tpu: PJRT_DEVICE=TPU, and LIBTPU_INIT_ARGS with the flags of train/xla_flags.py that the
-    installed libtpu takes, behind those that are set.
+    tpu: PJRT_DEVICE=TPU, and LIBTPU_INIT_ARGS with the flags of train/xla_flags.py for v6e that
+    the installed libtpu takes, behind those that are set.
     both: TF_CPP_MIN_LOG_LEVEL=2 (errors of XLA's C++ alone), unless it is set.
 
     Raises ValueError for more than one process on this host, and for a variable that is already
@@ -102,10 +102,11 @@ def prepare_tracing(
     environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 
-def prepare_compiler(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Adds to LIBTPU_INIT_ARGS the flags that change a program, as training on a TPU has them, to
-    compile what training would run. Call it before libtpu is used."""
-    flags = accepted_flags((flag for flag in FLAGS if flag.changes_program), environment)
+def prepare_compiler(chip: str, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Adds to LIBTPU_INIT_ARGS the flags that change a program of a family of chips, such as
+    "v6e", to compile what training would run. Call it before libtpu is used."""
+    wanted = (flag for flag in FLAGS if flag.changes_program and chip in flag.chips)
+    flags = accepted_flags(wanted, environment)
     present = environment.get("LIBTPU_INIT_ARGS", "")
     environment["LIBTPU_INIT_ARGS"] = merged_arguments(present, flags)
 
@@ -133,7 +134,7 @@ def refuse_several_processes(environment: MutableMapping[str, str] = os.environ)
 
 def _variables(mesh: "MeshConfig", environment: Mapping[str, str]) -> dict[str, str]:
     if mesh.platform == "tpu":
-        flags = accepted_flags(FLAGS, environment)
+        flags = accepted_flags((flag for flag in FLAGS if "v6e" in flag.chips), environment)
         present = environment.get("LIBTPU_INIT_ARGS", "")
         return {"PJRT_DEVICE": "TPU", "LIBTPU_INIT_ARGS": merged_arguments(present, flags)}
     count = str(mesh.num_devices)

@@ -2,8 +2,8 @@
 
 They go into LIBTPU_INIT_ARGS (train/launch.py), which libtpu reads once, when it is loaded; what a
 user has set there stays as it is. Sources: the recipes published for v6e (MaxText, torchprime), and
-what torch_xla 2.9 sets by itself where it finds chips. None is measured here; what each does to
-the compiled program is told by compiling with and without it.
+what torch_xla 2.9 sets by itself where it finds chips. None is measured here. With libtpu 0.0.21
+the first alone changes cpu_tiny's step for v6e-8; the others state what its defaults choose there.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ class XlaFlag:
     """Why it is not left at its default."""
     changes_program: bool = True
     """False: it is for the runtime, and `compile` has no use for it."""
+    chips: tuple[str, ...] = ("v6e", "v5e", "v5p")
+    """Families that it is for."""
 
     @property
     def argument(self) -> str:
@@ -39,6 +41,7 @@ FLAGS = (
         "xla_tpu_scoped_vmem_limit_kib",
         "81920",
         "a fusion may hold 80 of the 128 MiB of VMEM, as v6e's MoE recipes let it",
+        chips=("v6e",),
     ),
     XlaFlag(
         "xla_enable_async_all_gather",
@@ -67,7 +70,30 @@ FLAGS = (
         changes_program=False,
     ),
 )
-"""In the order in which they are printed."""
+"""In force, in the order in which they are printed."""
+
+CANDIDATES = (
+    XlaFlag(
+        "xla_tpu_enable_sparse_core_collective_offload_all_gather",
+        "true",
+        "SparseCores gather weights while the TensorCore computes (MaxText's v6e recipe)",
+        chips=("v6e",),
+    ),
+    XlaFlag(
+        "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter",
+        "true",
+        "SparseCores reduce gradients, and more as reduce-scatter (MaxText's v6e recipe)",
+        chips=("v6e",),
+    ),
+    XlaFlag(
+        "xla_tpu_enable_sparse_core_collective_offload_all_reduce",
+        "true",
+        "SparseCores reduce what is not scattered (MaxText's v6e recipe)",
+        chips=("v6e",),
+    ),
+)
+"""Not in force, for a user to try through LIBTPU_INIT_ARGS: each changes the program, and without a
+TPU there is no telling whether for the better."""
 
 _PROBE = """
 import libtpu
@@ -129,7 +155,7 @@ def parse_arguments(arguments: str) -> list[tuple[str, str]]:
 
 def explained(arguments: str) -> list[tuple[str, str, str]]:
     """(name, value, reason) of each flag in LIBTPU_INIT_ARGS, ours or not."""
-    ours = {flag.name: flag for flag in FLAGS}
+    ours = {flag.name: flag for flag in (*FLAGS, *CANDIDATES)}
     found = []
     for name, value in parse_arguments(arguments):
         flag = ours.get(name)

@@ -191,7 +191,7 @@ def test_a_step_that_does_not_fit(tmp_path, monkeypatch, words, told, files):
     monkeypatch.setitem(sys.modules, "train.compile.trace", trace)
     monkeypatch.setattr("train.compile.compiler.compile_step", refuse)
     for name in ("prepare_compiler", "prepare_tracing"):
-        monkeypatch.setattr(f"train.compile.command.{name}", lambda: None)
+        monkeypatch.setattr(f"train.compile.command.{name}", lambda *chip: None)
     with pytest.raises(SystemExit, match=f"does not fit {told}"):
         compile_and_report(cpu_tiny(), "v6e-8", str(tmp_path))
     folder = tmp_path / "cpu_tiny-v6e-8"

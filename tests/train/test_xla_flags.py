@@ -5,14 +5,15 @@ import subprocess
 import pytest
 
 from train.launch import libtpu_flags, prepare_compiler
-from train.xla_flags import FLAGS, XlaFlag, accepted_flags, explained, merged_arguments
+from train.xla_flags import CANDIDATES, FLAGS, XlaFlag, accepted_flags, explained, merged_arguments
 
 UNKNOWN = XlaFlag("xla_tpu_no_such_flag", "true", "a test's")
 ILLEGAL = XlaFlag("xla_tpu_scoped_vmem_limit_kib", "plenty", "a test's")
 
 
 def test_the_pinned_libtpu_takes_every_flag():
-    assert accepted_flags(FLAGS, {}) == FLAGS
+    both = (*FLAGS, *CANDIDATES)
+    assert accepted_flags(both, {}) == both
 
 
 def test_unknown_flags_and_illegal_values_are_left_out():
@@ -38,8 +39,9 @@ def test_a_libtpu_that_does_not_load(monkeypatch, stderr, error, message):
 
 
 def test_names_and_reasons():
-    assert len({flag.name for flag in FLAGS}) == len(FLAGS)
-    for flag in FLAGS:
+    both = (*FLAGS, *CANDIDATES)
+    assert len({flag.name for flag in both}) == len(both)
+    for flag in both:
         assert flag.reason and not flag.name.startswith("-")
 
 
@@ -60,13 +62,23 @@ def test_what_is_in_force_is_explained():
         (FLAGS[1].name, FLAGS[1].value, FLAGS[1].reason),
         ("xla_other", "true", "set outside this program"),
     ]
+    candidate = CANDIDATES[0]
+    assert explained(candidate.argument) == [(candidate.name, "true", candidate.reason)]
 
 
 def test_the_compiler_gets_the_flags_that_change_a_program():
     environment = {"LIBTPU_INIT_ARGS": "--xla_tpu_scoped_vmem_limit_kib=65536"}
-    prepare_compiler(environment)
+    prepare_compiler("v6e", environment)
     found = {name: value for name, value, _ in libtpu_flags(environment)}
     ours = {flag.name: flag.value for flag in FLAGS if flag.changes_program}
     assert found == ours | {"xla_tpu_scoped_vmem_limit_kib": "65536"}
     assert len(ours) < len(FLAGS)
     assert libtpu_flags({}) == []
+
+
+def test_a_chip_with_less_vmem_is_not_given_v6es_limit():
+    environment = {}
+    prepare_compiler("v5p", environment)
+    names = [name for name, *_ in libtpu_flags(environment)]
+    assert names == [f.name for f in FLAGS if f.changes_program and "v5p" in f.chips]
+    assert "xla_tpu_scoped_vmem_limit_kib" not in names

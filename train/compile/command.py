@@ -36,7 +36,7 @@ def compile_and_report(config: RunConfig, topology_name: str, out: str) -> Path:
     """
     topology = find_topology(topology_name)
     config = on_topology(config, topology)
-    prepare_compiler()
+    prepare_compiler(topology.chip.name)
     prepare_tracing()
     from train.compile.compiler import DoesNotFit, compile_step
     from train.compile.trace import trace_step
