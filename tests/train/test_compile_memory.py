@@ -170,6 +170,19 @@ def test_a_refusal_is_read():
     )
 
 
+def test_one_buffer_that_is_too_large_alone():
+    message = (
+        "RESOURCE_EXHAUSTED: Allocation (size=137438953472) would exceed memory "
+        "(size=33822867456) :: #allocation5 [shape = 'f32[131072,262144]{1,0:T(8,128)}', "
+        "space=hbm, size = 0xffffffffffffffff, tag = 'output of sine.2@{}'] :: <no-hlo-instruction>"
+    )
+    found = parse_exhausted(message)
+    assert (found.space, found.used_bytes, found.available_bytes) == ("hbm", 2**37, 33822867456)
+    assert buffers_of_message(found.allocations, {}) == (
+        Buffer("output of sine.2@{}", "f32[131072,262144]", 2**37, 1),
+    )
+
+
 def test_other_errors_are_no_refusal():
     assert parse_exhausted("INVALID_ARGUMENT: something else") is None
     config, topology = gemma4_26b_a4b(), TOPOLOGIES["v6e-128"]

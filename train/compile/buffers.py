@@ -72,7 +72,7 @@ def buffers_of_message(
         parameter = re.search(r"\bparameter\((\d+)\)", allocation.label)
         number = int(parameter[1]) if parameter else -1
         opcode = re.search(r" = ([\w\-]+)\(", allocation.label)
-        otherwise = opcode[1] if opcode else "unnamed"
+        otherwise = opcode[1] if opcode else allocation.label
         name = argument_names.get(number) or our_name(allocation.op_name, otherwise)
         found.append((name, plain_shape(allocation.shape), allocation.bytes))
     return _largest(found, count)

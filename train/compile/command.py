@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from pallas_ops.chips import V6E
 from train.compile.topology import Topology, find_topology, next_larger
 from train.compile.views import markdown_document, read_report, report_views
 from train.launch import libtpu_flags, prepare_compiler, prepare_tracing
@@ -63,7 +64,7 @@ def compile_and_report(config: RunConfig, topology_name: str, out: str) -> Path:
             f"does not fit {topology.name}, by {excess} a chip; the compiler's own words: {words}"
         ) from None
     (folder / "program.hlo").write_text(program.hlo)
-    console.print("compiling its kernels alone, for their schedules")
+    console.print("reading it, and compiling its kernels alone for their schedules")
     report = _accept(config, topology, step, program)
     _write(report | _provenance(config), folder, console)
     return folder
@@ -139,17 +140,22 @@ def _accept(
     from train.compile.report import make_report
 
     module = hlo.Program(program.hlo)
+    is_modelled = topology.chip == V6E
     report = make_report(
         config.name,
         topology.name,
         program,
         topology.chip,
-        schedules=schedules(module, step.kernels),
+        schedules=schedules(module, step.kernels) if is_modelled else (),
         workload=_workload(config, topology.num_chips),
     )
     assert program.assignment is not None, "compile_step gives one"
     buffers = buffers_at_peak(module, program.assignment.peak, step.argument_names)
-    return report.to_dict() | {"largest_buffers": [asdict(buffer) for buffer in buffers]}
+    found = report.to_dict() | {"largest_buffers": [asdict(buffer) for buffer in buffers]}
+    if not is_modelled:
+        found["unknowns"] = [f"every time: the model is v6e's, not {topology.chip.name}'s"]
+        found["unknowns"] += report.unknowns
+    return found
 
 
 def _write(report: dict[str, Any], folder: Path, console: Console) -> None:

@@ -12,6 +12,11 @@ from dataclasses import dataclass
 _TOTALS = re.compile(
     r"Ran out of memory in memory space (\w+)\. Used ([\d.]+[KMGT]?B?) of ([\d.]+[KMGT]?B?)"
 )
+_ONE = re.compile(
+    r"Allocation \(size=(\d+)\) would exceed memory \(size=(\d+)\).*?"
+    r"shape = '([^']*)', space=(\w+),.*?tag = '([^']*)'"
+)
+"""Said instead when one buffer alone is too large."""
 _SIZE = re.compile(r"([\d.]+)([KMGT]?)B?")
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
@@ -53,7 +58,7 @@ def parse_exhausted(message: str) -> Exhausted | None:
     """The message as data; None if it is not of the known form."""
     totals = _TOTALS.search(message)
     if totals is None:
-        return None
+        return _one_too_large(message)
     # Each entry of the list begins "  12. Size: 1.38G".
     entries = re.split(r"^\s+\d+\. (?=Size: )", message, flags=re.MULTILINE)[1:]
     return Exhausted(
@@ -62,6 +67,15 @@ def parse_exhausted(message: str) -> Exhausted | None:
         available_bytes=_bytes(totals[3]),
         allocations=tuple(map(_allocation, entries)),
     )
+
+
+def _one_too_large(message: str) -> Exhausted | None:
+    found = _ONE.search(message)
+    if found is None:
+        return None
+    size, available, shape, space, tag = found.groups()
+    allocation = Allocation(int(size), shape, op_name="", label=tag)
+    return Exhausted(space, int(size), int(available), (allocation,))
 
 
 def _allocation(entry: str) -> Allocation:
