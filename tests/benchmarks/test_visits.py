@@ -92,6 +92,9 @@ def test_branches_and_loops_nest_and_what_data_decides_is_taken_to_run():
     assert loop == [3] * 6 and inner == [0, 0, 1, 0, 0, 1]  # each time that `outer` runs
     assert data == [1] * 6
     assert turns == [0, 0, 0, 2, 2, 2]
+    found = find_visits(call, call.steps())
+    assert [visit.is_assumed for visit in found] == [False, False, False, True, False]
+    assert [visit.is_static_loop for visit in found] == [False, True, False, False, False]
 
 
 def test_a_loop_that_data_ends_is_refused():

@@ -112,8 +112,7 @@ def _schedule(executed: Executed, key: KernelKey, call: PallasCall | None) -> Ke
         profile = profile_call(call)
     except (ValueError, RuntimeError) as error:
         return KernelSchedule(call.name, key, None, str(error).splitlines()[0][:200])
-    unknown = "" if profile.has_every_visit else "every region charged to every step"
-    return KernelSchedule(call.name, key, profile, unknown)
+    return KernelSchedule(call.name, key, profile, profile.caveat)
 
 
 def _assumed(fn: Callable[..., Any], signature: Any) -> Mapping[int, np.ndarray]:

@@ -43,7 +43,8 @@ _UNTRUSTED = ("sort", "gather", "scatter")
 _MOVES = {"copy", "transpose", "pad", "slice", "concatenate", "reshape", "bitcast", "broadcast"}
 _MOVES |= {"dynamic-slice", "dynamic-update-slice", "copy-start", "slice-start"}
 _NO_WORK = {"parameter", "constant", "tuple", "get-tuple-element"}
-_MARKERS = {"AllocateBuffer", "AssumeGatherIndicesInBound", "X64SplitHigh", "X64SplitLow"}
+_MARKERS = {"AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast"}
+_MARKERS |= {"X64SplitHigh", "X64SplitLow"}
 _SCOPE = re.compile(r"\b((?:torch_gemma4|pallas_ops|train)(?:\.[a-z_]\w*)+)\.\d+(?=/|$)")
 
 
