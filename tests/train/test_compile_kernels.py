@@ -1,5 +1,7 @@
 """Pallas calls of a compiled step and their schedules; nothing is compiled here."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -30,7 +32,7 @@ def program(results, operands):
 
 
 def known():
-    ((key, call),) = kernels.known_calls([GMM]).items()
+    ((key, (call,)),) = kernels.known_calls([GMM, GMM]).items()
     return key, call
 
 
@@ -68,6 +70,17 @@ def test_a_call_of_the_program_gets_the_schedule_of_its_shapes(monkeypatch):
     assert (found.name, found.key, found.seconds, found.unknown) == ("gmm", key, 2e-3, "")
 
 
+def test_kernels_that_shapes_do_not_tell_apart_are_said(monkeypatch):
+    monkeypatch.setattr(kernels, "profile_call", fake_profile)
+    static = (("tiles", Tiles(128, 128, 128)), ("transpose_rhs", True))
+    square = (*GMM.signature[:1], ((4, 128, 128), "bfloat16"), *GMM.signature[2:])
+    one, other = (replace(GMM, signature=square, static=each) for each in (GMM.static, static))
+    ((key, calls),) = kernels.known_calls([one, other]).items()
+    assert len(calls) == 2
+    (found,) = kernels.schedules(program(text(key[1])[0], text(key[0])), [one, other])
+    assert found.seconds == 2e-3 and found.unknown == "of one of 2 kernels with these shapes"
+
+
 def test_a_call_that_is_not_ours_has_no_schedule():
     (found,) = kernels.schedules(program("f32[8]{0}", ["f32[8]{0}"]), [GMM])
     assert found.seconds is None and found.name == "k.7"
@@ -86,6 +99,4 @@ def test_a_call_whose_schedule_cannot_be_had_says_why(monkeypatch, error):
 
 
 def test_what_is_lowered_for_a_cpu_is_no_tpu_kernel():
-    from dataclasses import replace
-
     assert kernels.known_calls([replace(GMM, target="cpu")]) == {}
