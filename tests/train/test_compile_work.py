@@ -202,6 +202,31 @@ def test_what_only_moves_is_formatting_whoever_asked():
     assert kinds.kind_of(None, instruction("%a, %b)", "dot")) == "dense matmuls"
 
 
+FUSED = """HloModule m
+
+%fused (a: bf16[8,8]) -> f32[8] {
+  %a = bf16[8,8]{1,0} parameter(0)
+  %d = bf16[8,8]{1,0} dot(%a, %a), metadata={op_name="x/torch_gemma4.loss.4/aten__mm"}
+  ROOT %r = f32[8]{0} reduce(%d), metadata={op_name="x/torch_gemma4.norm.5/aten__sum"}
+}
+
+ENTRY %main (x: bf16[8,8]) -> f32[8] {
+  %x = bf16[8,8]{1,0} parameter(0)
+  ROOT %f = f32[8]{0} fusion(%x), calls=%fused, metadata={op_name="x/torch_gemma4.norm.5/aten__sum"}
+}
+"""
+
+
+def test_a_fused_product_decides_its_fusions_kind():
+    (work,) = model(FUSED).work()
+    assert work.kind == "loss"
+    (work,) = model(FUSED.replace(" dot(%a, %a)", " multiply(%a, %a)")).work()
+    assert work.kind == "norms"
+    bare = FUSED.replace(', metadata={op_name="x/torch_gemma4.norm.5/aten__sum"}', "")
+    (work,) = model(bare.replace(" dot(%a, %a)", " multiply(%a, %a)")).work()
+    assert work.kind == "loss"  # of what is inside
+
+
 def test_markers_and_waits_are_no_work():
     call = '%a), custom_call_target="AssumeGatherIndicesInBound"'
     assert not kinds.is_work(instruction(call, "custom-call"))
