@@ -219,11 +219,11 @@ def main(options: Options) -> None:
     rows: list[dict[str, Any]] = []
     for variant in variants:
         rows += rows_of(variant)
+        if options.out is not None:
+            found = {"step_s": totals(rows), "rows": rows, **provenance("benchmarks.attention")}
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(found, indent=1) + "\n")
     show(rows)
-    if options.out is not None:
-        found = {"step_s": totals(rows), "rows": rows, **provenance("benchmarks.attention")}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
