@@ -19,7 +19,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -35,9 +35,17 @@ from pallas_ops import bridge
 from pallas_ops.chips import V6E
 from pallas_ops.tiling import Tiles
 from train.compile.static.dump import compile_with_dump
-from train.compile.static.grid_steps import GridSteps, trace_grid, window_steps
+from train.compile.static.grid_steps import GridSteps, PallasCall, only_call, window_steps
 from train.compile.static.schedule import VMATMUL_CYCLES, Schedule, read_schedule
-from train.compile.static.step_time import EVERY_STEP, modelled_time, region_sums, step_sums
+from train.compile.static.step_time import (
+    EVERY_STEP,
+    Visit,
+    kernel_regions,
+    modelled_time,
+    region_sums,
+    step_sums,
+)
+from train.compile.static.visits import find_visits, match_visits
 
 MODELLED = "modelled from the compiler's static schedule, not measured"
 
@@ -105,12 +113,29 @@ def profile(kernel: Kernel, routings: tuple[str, ...]) -> list[dict[str, Any]]:
         if kernel.is_pallas:
             known = {i: group_sizes(routing, *sizes) for i, sizes in kernel.routed.items()}
             fn = functools.partial(kernel.fn, **kernel.static, interpret=False)
-            steps = trace_grid(fn, kernel.signature, known)
+            call = only_call(fn, kernel.signature, known)
+            steps = call.steps()
+            if kernel.visits is None:
+                kernel = replace(kernel, visits=_found_visits(kernel, call, steps, schedule))
         else:
             steps = window_steps(schedule.copies)
         head = {"op": kernel.op, "shape": kernel.shape, "routing": routing}
         rows.append({**head, **estimate(kernel, schedule, steps), "compile_s": round(seconds, 2)})
     return rows
+
+
+def _found_visits(
+    kernel: Kernel, call: PallasCall, steps: GridSteps, schedule: Schedule
+) -> tuple[Visit, ...]:
+    """Raises ValueError where the compiler left other regions than the body has."""
+    found = find_visits(call, steps)
+    matched = match_visits(found, len(kernel_regions(schedule)))
+    if matched is None:
+        raise ValueError(
+            f"{kernel.op} {kernel.shape!r}: the compiler left {len(kernel_regions(schedule))} "
+            f"regions of the body's {len(found)}; name their visits in the registry"
+        )
+    return matched
 
 
 def lowered(kernel: Kernel) -> bytes:

@@ -43,8 +43,8 @@ class Kernel:
     """Name of the kernel in the compiler's dump."""
     static: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of `fn`."""
-    visits: tuple[Visit, ...] = ()
-    """When each region of the body runs."""
+    visits: tuple[Visit, ...] | None = ()
+    """When each region of the body runs; None = as the body says (train/compile/static/visits)."""
     routed: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Arguments that are group sizes, by position: rows, groups."""
     is_pallas: bool = True

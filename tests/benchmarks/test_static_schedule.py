@@ -295,6 +295,21 @@ def test_what_the_compiler_says_is_passed_on(tmp_path):
         dump.compile_with_dump("nothing", b"no module", tmp_path)
 
 
+def test_visits_may_be_left_to_the_body(monkeypatch):
+    entry = dataclasses.replace(kernel_registry.find("gmm", "whole tiles"), visits=None)
+    monkeypatch.setattr(kernel_profile, "compile_with_dump", lambda *_: 1.0)
+    monkeypatch.setattr(kernel_profile, "read_schedule", lambda *_: schedule())
+    # The hand-made schedule has three regions, as the body of gmm has.
+    (row,) = kernel_profile.profile(entry, ("worst",))
+    assert list(row["bundles_by_region"]) == ["every step", "branch 0", "branch 1", "branch 2"]
+    one_region = dataclasses.replace(
+        schedule(), roots=(Region("loop", 0, 30, (Region("guard", 2, 20, ()),)),)
+    )
+    monkeypatch.setattr(kernel_profile, "read_schedule", lambda *_: one_region)
+    with pytest.raises(ValueError, match="left 0 regions of the body's 3; name their visits"):
+        kernel_profile.profile(entry, ("worst",))
+
+
 @pytest.mark.libtpu
 def test_a_small_kernel_end_to_end(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -236,7 +236,7 @@ def test_a_tiny_step_compiles_for_eight_chips(tmp_path):
     assert report["memory"]["argument"] - report["memory"]["alias"] < 64_000
     kernels = Counter()
     for kernel in report["kernels"]:
-        assert kernel["source"] == "static schedule" and kernel["modelled_s"] > 0
+        assert kernel["source"].startswith("static schedule") and kernel["modelled_s"] > 0
         kernels[kernel["name"]] += kernel["count"]
     # Two products a layer: forward, recomputed, and the gradient of their rows. The global layer's
     # loop has one turn (the preset has one period), which the compiler unrolls; it then sees both

@@ -140,6 +140,27 @@ def test_compute_hides_what_it_has_time_for():
     assert model(chain(half)).exposed_s == pytest.approx(waited)
 
 
+PERMUTES = """HloModule m
+
+ENTRY %main (x: f32[1000], y: f32[8]) -> f32[8] {
+  %x = f32[1000]{0} parameter(0)
+  %y = f32[8]{0} parameter(1)
+  %a = (f32[1000]{0}, f32[1000]{0}) collective-permute-start(%x), source_target_pairs={{0,1}}
+  %b = (f32[8]{0}, f32[8]{0}) collective-permute-start(%y), source_target_pairs={{0,1}}
+  %b-done = f32[8]{0} collective-permute-done(%b)
+  %a-done = f32[1000]{0} collective-permute-done(%a)
+  %late = f32[1000]{0} add(%a-done, %a-done)
+}
+"""
+
+
+def test_collectives_share_the_links_and_each_end_waits_for_its_own_begin():
+    whole = (4000 + 32) / LINK_BYTES_PER_S
+    assert model(PERMUTES).exposed_s == pytest.approx(whole)  # b waits behind a
+    first = PERMUTES.replace("  %b-done = f32[8]{0} collective-permute-done(%b)\n", "")
+    assert model(first).exposed_s == pytest.approx(4000 / LINK_BYTES_PER_S)
+
+
 def test_an_all_reduce_passes_the_links_twice_and_a_permute_whole():
     def link_bytes(line):
         text = "HloModule m\n\nENTRY %main (x: f32[8]) -> f32[8] {\n"
@@ -179,6 +200,31 @@ def test_what_only_moves_is_formatting_whoever_asked():
     assert kinds.kind_of(None, instruction(asked, "transpose")) == "copies and formatting"
     assert kinds.kind_of(None, instruction(asked, "copy-start")) == "prefetch into VMEM"
     assert kinds.kind_of(None, instruction("%a, %b)", "dot")) == "dense matmuls"
+
+
+FUSED = """HloModule m
+
+%fused (a: bf16[8,8]) -> f32[8] {
+  %a = bf16[8,8]{1,0} parameter(0)
+  %d = bf16[8,8]{1,0} dot(%a, %a), metadata={op_name="x/torch_gemma4.loss.4/aten__mm"}
+  ROOT %r = f32[8]{0} reduce(%d), metadata={op_name="x/torch_gemma4.norm.5/aten__sum"}
+}
+
+ENTRY %main (x: bf16[8,8]) -> f32[8] {
+  %x = bf16[8,8]{1,0} parameter(0)
+  ROOT %f = f32[8]{0} fusion(%x), calls=%fused, metadata={op_name="x/torch_gemma4.norm.5/aten__sum"}
+}
+"""
+
+
+def test_a_fused_product_decides_its_fusions_kind():
+    (work,) = model(FUSED).work()
+    assert work.kind == "loss"
+    (work,) = model(FUSED.replace(" dot(%a, %a)", " multiply(%a, %a)")).work()
+    assert work.kind == "norms"
+    bare = FUSED.replace(', metadata={op_name="x/torch_gemma4.norm.5/aten__sum"}', "")
+    (work,) = model(bare.replace(" dot(%a, %a)", " multiply(%a, %a)")).work()
+    assert work.kind == "loss"  # of what is inside
 
 
 def test_markers_and_waits_are_no_work():

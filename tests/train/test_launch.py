@@ -9,6 +9,7 @@ import pytest
 from train.config import MeshConfig
 from train.launch import (
     prepare_environment,
+    prepare_tracing,
     refuse_several_processes,
     refuse_without_chips,
 )
@@ -112,3 +113,15 @@ def test_a_host_without_chips_is_told_so(tmp_path):
         refuse_without_chips(tmp_path)
     (tmp_path / "vfio" / "0").touch()
     refuse_without_chips(tmp_path)
+
+
+def test_tracing_adds_compiler_flags_to_those_that_are_set(monkeypatch):
+    for name in ("torch_xla", "jax"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    environment = {"LIBTPU_INIT_ARGS": "--a=1"}
+    prepare_tracing(environment, libtpu_flags=("--b=2", "--c"))
+    assert environment["LIBTPU_INIT_ARGS"] == "--a=1 --b=2 --c"
+    assert environment["PJRT_DEVICE"] == "CPU" and environment["XLA_HLO_DEBUG"] == "1"
+    environment = {}
+    prepare_tracing(environment)
+    assert "LIBTPU_INIT_ARGS" not in environment

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -83,16 +83,16 @@ def schedules(program: Program, lowerings: Iterable[Lowering]) -> list[KernelSch
     for executed in program.executed():
         key = kernel_key(executed)
         if key is not None and key not in found:
-            found[key] = _schedule(executed, key, candidates.get(key))
+            found[key] = _schedule(executed, key, candidates.get(key, ()))
     return list(found.values())
 
 
-def known_calls(lowerings: Iterable[Lowering]) -> dict[KernelKey, PallasCall]:
-    """The Pallas calls of lowered functions on one device's shapes, by key. Of two calls with one
-    key the first is kept."""
+def known_calls(lowerings: Iterable[Lowering]) -> dict[KernelKey, list[PallasCall]]:
+    """The Pallas calls of lowered functions on one device's shapes, by key; of calls with one key
+    those whose bodies differ."""
     from train.compile.static.grid_steps import trace_calls
 
-    calls: dict[KernelKey, PallasCall] = {}
+    calls: dict[KernelKey, dict[str, PallasCall]] = {}
     for lowering in lowerings:
         if lowering.target != "tpu":
             continue
@@ -100,20 +100,25 @@ def known_calls(lowerings: Iterable[Lowering]) -> dict[KernelKey, PallasCall]:
         signature = lowering.local_signature
         mesh = () if lowering.sharding is None else lowering.sharding.mesh
         for call in trace_calls(fn, signature, _assumed(lowering.fn, signature), mesh):
-            calls.setdefault((_described(call.signature), _described(call.results)), call)
-    return calls
+            key = _described(call.signature), _described(call.results)
+            calls.setdefault(key, {}).setdefault(str(call.params["jaxpr"]), call)
+    return {key: list(found.values()) for key, found in calls.items()}
 
 
-def _schedule(executed: Executed, key: KernelKey, call: PallasCall | None) -> KernelSchedule:
-    if call is None:
+def _schedule(executed: Executed, key: KernelKey, calls: Sequence[PallasCall]) -> KernelSchedule:
+    """Of calls that shapes do not tell apart, the first stands for all."""
+    if not calls:
         name = executed.instruction.name
         return KernelSchedule(name, key, None, "no function of this project made it")
+    call = calls[0]
     try:
         profile = profile_call(call)
     except (ValueError, RuntimeError) as error:
         return KernelSchedule(call.name, key, None, str(error).splitlines()[0][:200])
-    unknown = "" if profile.has_every_visit else "every region charged to every step"
-    return KernelSchedule(call.name, key, profile, unknown)
+    caveats = [profile.caveat] if profile.caveat else []
+    if len(calls) > 1:
+        caveats.append(f"of one of {len(calls)} kernels with these shapes")
+    return KernelSchedule(call.name, key, profile, ", ".join(caveats))
 
 
 def _assumed(fn: Callable[..., Any], signature: Any) -> Mapping[int, np.ndarray]:

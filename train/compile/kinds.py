@@ -39,11 +39,13 @@ BY_FILE = {
 }
 """Kind by the beginning of a file's dotted name."""
 
+_PRODUCTS = {"convolution", "dot"}
 _UNTRUSTED = ("sort", "gather", "scatter")
 _MOVES = {"copy", "transpose", "pad", "slice", "concatenate", "reshape", "bitcast", "broadcast"}
 _MOVES |= {"dynamic-slice", "dynamic-update-slice", "copy-start", "slice-start"}
 _NO_WORK = {"parameter", "constant", "tuple", "get-tuple-element"}
-_MARKERS = {"AllocateBuffer", "AssumeGatherIndicesInBound", "X64SplitHigh", "X64SplitLow"}
+_MARKERS = {"AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast"}
+_MARKERS |= {"X64SplitHigh", "X64SplitLow"}
 _SCOPE = re.compile(r"\b((?:torch_gemma4|pallas_ops|train)(?:\.[a-z_]\w*)+)\.\d+(?=/|$)")
 
 
@@ -62,13 +64,13 @@ def kind_of(program: Program, instruction: Instruction) -> str:
     opcodes = opcodes_of(program, instruction)
     if opcodes <= _MOVES:
         return FORMATTING
-    named = kind_by_file(origin(instruction))
-    if named is None and instruction.opcode == "fusion":
-        found = [kind_by_file(origin(inner)) for inner in program.inside(instruction)]
-        named = next((kind for kind in found if kind is not None), None)
-    if named is not None:
-        return named
-    return DENSE if opcodes & {"convolution", "dot"} else OTHER
+    if opcodes & _PRODUCTS:
+        # Whatever is fused with a product takes little beside it.
+        products = [i for i in _parts(program, instruction) if i.opcode in _PRODUCTS]
+        return kind_by_file(origin(products[0])) or DENSE
+    asked = [instruction, *_parts(program, instruction)]
+    found = (kind_by_file(origin(each)) for each in asked)
+    return next((kind for kind in found if kind is not None), OTHER)
 
 
 def untrusted(program: Program, instruction: Instruction) -> str | None:
@@ -79,14 +81,17 @@ def untrusted(program: Program, instruction: Instruction) -> str | None:
 
 def is_product(program: Program, instruction: Instruction) -> bool:
     """Whether it runs on the matrix units."""
-    return bool(opcodes_of(program, instruction) & {"convolution", "dot"})
+    return bool(opcodes_of(program, instruction) & _PRODUCTS)
 
 
 def opcodes_of(program: Program, instruction: Instruction) -> set[str]:
     """Opcodes of an instruction, or of what a fusion holds, without those that do nothing."""
-    if instruction.opcode != "fusion":
-        return {instruction.opcode}
-    return {inner.opcode for inner in program.inside(instruction)} - _NO_WORK - {"fusion"}
+    return {part.opcode for part in _parts(program, instruction)} - _NO_WORK - {"fusion"}
+
+
+def _parts(program: Program, instruction: Instruction) -> list[Instruction]:
+    """What a fusion holds, or the instruction itself."""
+    return list(program.inside(instruction)) if instruction.opcode == "fusion" else [instruction]
 
 
 def origin(instruction: Instruction) -> str | None:

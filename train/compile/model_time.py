@@ -94,16 +94,18 @@ class StepModel:
         """(seconds, of which waits) of one run of a computation."""
         computation = self.program.computations[name]
         now = waits = links_free = 0.0
-        pending: list[float] = []
+        pending: dict[str, float] = {}
         for instruction in computation.instructions.values():
             executed = hlo.Executed(instruction, computation, 1)
             awaited = None
             if (found := collectives.begins(self.program, executed)) is not None:
                 links_free = max(links_free, now) + found.link_bytes / LINK_BYTES_PER_S
-                pending.append(links_free)
-                awaited = None if found.is_asynchronous else pending.pop()
-            elif collectives.ends(self.program, executed):
-                awaited = pending.pop(0) if pending else None  # in the order they were issued
+                if found.handle is None:
+                    awaited = links_free
+                else:
+                    pending[found.handle] = links_free
+            elif (handle := collectives.ends(self.program, executed)) is not None:
+                awaited = pending.pop(handle, None)
             elif instruction.opcode == "while":
                 turns = self.program.trip_count(instruction) or 1
                 took, waited = self._elapsed(hlo.body_of(instruction))
@@ -120,7 +122,7 @@ class StepModel:
 
     def _work(self, executed: hlo.Executed) -> Work | None:
         program, instruction = self.program, executed.instruction
-        if not kinds.is_work(instruction) or collectives.ends(program, executed):
+        if not kinds.is_work(instruction) or collectives.ends(program, executed) is not None:
             return None
         if collectives.begins(program, executed) is not None:
             return None

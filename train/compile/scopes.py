@@ -2,8 +2,8 @@
 
 torch_xla writes a thread's current scope into the name of every HLO instruction made under it (with
 XLA_HLO_DEBUG=1, see train/launch.py). A torch function mode sets the scope to the innermost frame
-of ours; the gradient nodes that a call leaves behind set the same scope while they run. Backwards
-written in Python need none of it: their instructions carry their file as it is.
+of ours; the gradient nodes that a call leaves behind set the same scope while they run, or, where
+they are written in Python, the mode.
 """
 
 from __future__ import annotations
@@ -77,10 +77,20 @@ class Scopes(TorchFunctionMode):
                 continue
             self._seen.add(node)
             waiting += [below for below, _ in node.next_functions if below is not None]
-            if not isinstance(node, torch.autograd.function.BackwardCFunction):
+            if isinstance(node, torch.autograd.function.BackwardCFunction):
+                # Python runs in the engine's thread, where this mode is not active.
+                node.register_prehook(self._enter)
+                node.register_hook(self._leave)
+            else:
                 running: list[Any] = []
                 node.register_prehook(lambda _, running=running: running.append(_push(name)))
                 node.register_hook(lambda *_, running=running: running.clear())
+
+    def _enter(self, _: Any) -> None:
+        self.__enter__()
+
+    def _leave(self, *_: Any) -> None:
+        self.__exit__(None, None, None)
 
 
 def _module(file: str) -> str | None:

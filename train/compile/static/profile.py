@@ -45,6 +45,15 @@ class CallProfile:
     """The compiler's time on this host."""
 
     @property
+    def caveat(self) -> str:
+        """What makes the time an upper bound of the schedule's, "" where nothing does."""
+        if not self.has_every_visit:
+            return "every region charged to every step"
+        if any(visit.is_assumed for visit in self.visits):
+            return "branches that data decides charged to every step"
+        return ""
+
+    @property
     def max_bundles(self) -> int:
         """Of the longest step."""
         return int(self.sums(np.ones(self.schedule.num_bundles)).max())

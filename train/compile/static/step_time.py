@@ -36,6 +36,8 @@ class Visit:
     """[num_steps] times that the region runs, each time that the region around it does."""
     is_static_loop: bool = False
     """Whether it is a loop of a known length, which the compiler may unroll."""
+    is_assumed: bool = False
+    """Whether data decides it, and it is taken to run."""
 
 
 @dataclass(frozen=True)

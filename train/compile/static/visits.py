@@ -68,7 +68,7 @@ def _walk(jaxpr: Any, env: dict[Any, Any], steps: GridSteps, found: list[Visit])
         elif name in ("scan", "while"):
             trips = _trips(eqn, operands)
             visit = _visit(f"loop {len(found)}", trips)
-            found.append(replace(visit, is_static_loop=name == "scan"))
+            found.append(replace(visit, is_static_loop=np.ndim(trips) == 0))
             _walk(
                 _closed(eqn.params["jaxpr" if name == "scan" else "body_jaxpr"]), {}, steps, found
             )
@@ -94,7 +94,8 @@ def _branches(eqn: Any, operands: list[Any], env: Any, steps: GridSteps, found: 
             continue
         # A condition on data that is not known here is taken to hold.
         times = np.ones(steps.num_steps) if index is None else np.asarray(index).astype(int) == i
-        found.append(_visit(f"branch {len(found)}", times))
+        visit = _visit(f"branch {len(found)}", times)
+        found.append(replace(visit, is_assumed=index is None))
         bound = {v: o for v, o in zip(inner.invars, arguments, strict=True) if o is not None}
         _walk(inner, bound, steps, found)
 
