@@ -97,12 +97,18 @@ def test_branches_and_loops_nest_and_what_data_decides_is_taken_to_run():
     assert [visit.is_static_loop for visit in found] == [False, True, False, False, False]
 
 
-def test_a_loop_that_data_ends_is_refused():
-    def kernel(x_ref, out_ref):
-        @pl.loop(0, x_ref[0, 0].astype(jnp.int32))
-        def _(_):
-            out_ref[...] += x_ref[...]
+def by_count(x_ref, out_ref):
+    @pl.loop(0, x_ref[0, 0].astype(jnp.int32))
+    def _(_):
+        out_ref[...] += x_ref[...]
 
+
+def by_condition(x_ref, out_ref):
+    out_ref[0, 0] = jax.lax.while_loop(lambda state: state < 9.0, lambda state: state * 2, 1.0)
+
+
+@pytest.mark.parametrize("kernel", [by_count, by_condition])
+def test_a_loop_that_data_ends_is_refused(kernel):
     call = only_call(lambda x: (call_kernel(kernel, x, grid=(2,)),), (ROW,), {})
     with pytest.raises(ValueError, match="turns as often as data says"):
         runs(call)

@@ -103,12 +103,16 @@ def _branches(eqn: Any, operands: list[Any], env: Any, steps: GridSteps, found: 
 def _trips(eqn: Any, operands: list[Any]) -> Any:
     if eqn.primitive.name == "scan":
         return np.float64(eqn.params["length"])
-    # fori_loop with a bound that is not static: carries (i, bound, ...).
+    # fori_loop whose bound is not static: carries (i, bound, ...) and turns while i < bound.
+    condition = _closed(eqn.params["cond_jaxpr"])
+    compared = [list(test.invars) for test in condition.eqns if test.primitive.name == "lt"]
     first = eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
-    begin, end = operands[first : first + 2]
-    if begin is None or end is None:
+    bounds = operands[first : first + 2]
+    is_counted = len(condition.eqns) == 1 and compared == [list(condition.invars[:2])]
+    if not is_counted or any(bound is None for bound in bounds):
         raise ValueError("a loop of the kernel's body turns as often as data says")
-    return np.asarray(end) - np.asarray(begin)
+    begin, end = map(np.asarray, bounds)
+    return end - begin
 
 
 def _visit(name: str, times: Any) -> Visit:
