@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from pallas_ops.sharding import num_row_shards
 from torch_gemma4.attention import Attention
 from torch_gemma4.config import Gemma4Config, LayerSpec
 from torch_gemma4.execution import Body, Execution, wide
@@ -21,6 +22,10 @@ from torch_gemma4.moe import Experts
 from torch_gemma4.norm import RMSNorm, rms_norms
 from torch_gemma4.rope import rope_tables
 from torch_gemma4.router import Router, RouterStatistics, router_statistics
+from torch_gemma4.scales import copies, spread
+
+_SCALE_NDIM = 3
+"""Of a stacked vector [P, C, D]: norm scales and their like, and biases."""
 
 
 class DecoderLayer(nn.Module):
@@ -61,7 +66,7 @@ class DecoderLayer(nn.Module):
         update, statistics = self._dense_and_routed(r) if self.has_experts else self._dense(r)
         y = (r + self.post_ffw_norm(update)).to(wide(r.dtype))
         # In float32, as layer_scalar's gradient is one sum over the whole stream.
-        return (y * self.layer_scalar.to(y.dtype)).to(x.dtype), statistics
+        return (y * spread(self.layer_scalar.to(y.dtype), y)).to(x.dtype), statistics
 
     def _dense(self, r: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
         return self.mlp(self.pre_mlp_norm(r)), ()
@@ -106,7 +111,8 @@ class DecoderStack(nn.Module):
 
     def __init__(self, config: Gemma4Config, execution: Execution) -> None:
         super().__init__()
-        self.loop = execution.loop
+        self.loop, self.constrain = execution.loop, execution.constrain
+        self.num_shards = num_row_shards(execution.sharding)
         self.num_periods = config.num_periods
         self.counts = tuple(segment.count for segment in config.segments)
         specs = [segment.spec for segment in config.segments]
@@ -143,7 +149,12 @@ class DecoderStack(nn.Module):
             for table in rope_tables(rope, head_dim, positions, x.dtype)
         ]
         constants = (*tables, *(() if segment_ids is None else (segment_ids,)))
-        params = dict(self.segments.named_parameters())
+        params = {
+            name: copies(param, self.num_shards, self.constrain)
+            if self.num_shards > 1 and param.ndim == _SCALE_NDIM
+            else param
+            for name, param in self.segments.named_parameters()
+        }
         x, outputs = self.loop(self._period_body, x, params, constants)
         outputs = [output.flatten(0, 1) for output in outputs]  # [P, layers a period, ...]
         return x, RouterStatistics(*outputs) if outputs else None

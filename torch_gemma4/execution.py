@@ -97,4 +97,4 @@ class Execution:
     [B, S, .] or [T, .], anything else split by tokens; "weight" [out, in], a matrix in the compute
     dtype as a product reads it; "table" [V, D], the embedding in the compute dtype, read by the
     look-up and by every loss tile; "table_gradient" [V, D], the gradient of the parameter behind
-    it, at the end of its sums."""
+    it, at the end of its sums; "copies" [..., n, D], a copy of D numbers for each row shard."""

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from torch_gemma4.execution import Constrain, keep_layout
+from torch_gemma4.scales import spread
 
 
 def unset(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
@@ -57,4 +58,4 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = _MatMul.apply(x, self.weight, self.constrain)
-        return y if self.bias is None else y + self.bias.to(x.dtype)
+        return y if self.bias is None else y + spread(self.bias.to(x.dtype), y)

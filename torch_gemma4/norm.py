@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from torch_gemma4.execution import wide
 from torch_gemma4.linear import unset
+from torch_gemma4.scales import gather_copies, spread
 
 
 class _Norms(torch.autograd.Function):
@@ -28,7 +29,7 @@ class _Norms(torch.autograd.Function):
         ctx.save_for_backward(x, inverse, *weights)
         normed = x_wide * inverse
         return tuple(
-            (normed if weight is None else normed * weight.to(normed.dtype)).to(dtype)
+            (normed if weight is None else normed * spread(weight.to(normed.dtype), x)).to(dtype)
             for weight, dtype in zip(weights, dtypes, strict=True)
         )
 
@@ -43,9 +44,8 @@ class _Norms(torch.autograd.Function):
             if grad is not None:
                 grad = grad.to(normed.dtype)
                 if weight is not None:
-                    rows = tuple(range(grad.ndim - 1))
-                    grad_weight = (grad * normed).sum(rows).to(weight.dtype)
-                    grad = grad * weight.to(normed.dtype)
+                    grad_weight = gather_copies(grad * normed, weight).to(weight.dtype)
+                    grad = grad * spread(weight.to(normed.dtype), x)
                 grad_normed = grad if grad_normed is None else grad_normed + grad
             grad_weights.append(grad_weight)
         if grad_normed is None:
@@ -63,7 +63,8 @@ def rms_norms(
 ) -> tuple[Tensor, ...]:
     """RMSNorms of x [..., D] that differ in scale only, sharing one rsqrt.
 
-    `weights` are [D] each, None for a norm without scale; `dtypes` are the outputs' (default: all
+    `weights` are [D] each, or [n, D] for n equal shares of x's first dim (see
+    `torch_gemma4.scales`), None for a norm without scale; `dtypes` are the outputs' (default: all
     of x's). Differentiable once.
     """
     return _Norms.apply(x, eps, tuple(dtypes or [x.dtype] * len(weights)), *weights)

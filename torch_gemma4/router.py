@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torch_gemma4.execution import Execution
 from torch_gemma4.linear import Linear, unset
+from torch_gemma4.scales import spread
 
 
 class Routing(NamedTuple):
@@ -78,8 +79,8 @@ class Router(nn.Module):
         self.per_expert_scale = unset(num_experts)
 
     def input_scale(self, dtype: torch.dtype) -> Tensor:
-        """[D] in `dtype`: the norm's scale with D^(-1/2), which gives a unit-length input."""
-        return self.scale.to(dtype) * self.scale.shape[0] ** -0.5
+        """[D] or [n, D] in `dtype`: the norm's scale with D^(-1/2), for an input of unit length."""
+        return self.scale.to(dtype) * self.scale.shape[-1] ** -0.5
 
     def forward(self, z: Tensor) -> Routing:
         logits = self.proj(z)
@@ -88,7 +89,8 @@ class Router(nn.Module):
         index = torch.arange(probs.shape[-1], dtype=torch.int32, device=z.device)
         chosen = expert_ids[..., None] == index  # [T, K, E]
         weights = torch.where(chosen, probs[:, None], 0.0).sum(-1)
-        scale = torch.where(chosen, self.per_expert_scale.to(probs.dtype), 0.0).sum(-1)
+        scale = spread(self.per_expert_scale.to(probs.dtype), chosen)
+        scale = torch.where(chosen, scale, 0.0).sum(-1)
         weights = weights / weights.sum(-1, keepdim=True) * scale
         return Routing(logits, probs, expert_ids, weights, chosen)
 

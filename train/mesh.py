@@ -72,7 +72,11 @@ class MeshLayout:
     def constrain(self, tensor: Tensor, role: str) -> Tensor:
         """The model's layout hook (`Execution.constrain`): activations split by rows, forward and
         backward; tables and weights whole on every device, hence gathered in the compute dtype; a
-        table's gradient as the table is stored, hence reduced straight to shards."""
+        table's gradient as the table is stored, hence reduced straight to shards; copies of scales
+        beside the rows that read them."""
+        if role == "copies":
+            spec = (*[None] * (tensor.ndim - 2), ROW_AXES, None)
+            return _Constrain.apply(tensor, self, spec)
         if role == "table_gradient":
             return _Constrain.apply(tensor, self, self.parameter_spec("embedding.weight", tensor))
         if role in ("table", "weight"):

@@ -35,7 +35,7 @@ def norm_rope(
     eps: float,
     interpret: bool | pltpu.InterpretParams,
 ) -> tuple[jax.Array]:
-    """One device. x [B, S, N, H]; operands: weight [H] if `scaled`, then cos and sin
+    """One device. x [B, S, N, H]; operands: weight [H] or [1, H] if `scaled`, then cos and sin
     [1 or B, S, 1, H/2] if `turned`. Returns (out like x,)."""
     if not x.size:
         return (x,)
@@ -183,7 +183,7 @@ def _operands(operands, x, scaled, turned):
     operands = list(operands)
     head_dim = x.shape[3]
     weight = operands.pop(0) if scaled else jnp.ones((head_dim,))
-    padded = _pad(weight.astype(jnp.float32)[None], 2).reshape(1, -1)
+    padded = _pad(weight.astype(jnp.float32).reshape(1, -1), 2).reshape(1, -1)
     half = _half_width(head_dim)
     tables = [
         jnp.pad(t[:, :, 0].astype(jnp.float32), ((0, 0), (0, 0), (0, half - head_dim // 2)))

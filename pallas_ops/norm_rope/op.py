@@ -26,7 +26,8 @@ def norm_rope(
 
     Args:
         x: [B, S, N, H], any float dtype, H even.
-        weight: [H], any float dtype; None = no scale.
+        weight: [H], or with a sharding also [n, H], a copy for each of its n row shards, whose
+            gradients then stay apart; any float dtype; None = no scale.
         cos, sin: [S, 1, H/2] or [B, S, 1, H/2], fp32 at least; None, both = no rotation.
         eps: added to the mean square.
         sharding: layout on the mesh, None on one device; the batch is split over its row axes.
@@ -46,10 +47,12 @@ def norm_rope(
     batch, length, _, head_dim = x.shape
     if head_dim % 2:
         raise ValueError(f"norm_rope: x has shape {list(x.shape)}; the last dimension must be even")
-    if weight is not None and list(weight.shape) != [head_dim]:
+    num_shards = num_row_shards(sharding)
+    copies = [head_dim] if sharding is None else [num_shards, head_dim]
+    if weight is not None and list(weight.shape) not in ([head_dim], copies):
         raise ValueError(
             f"norm_rope: weight has shape {list(weight.shape)}; expected {[head_dim]}, as the last "
-            "dimension of x"
+            f"dimension of x, or with a sharding one such row for each of its row shards"
         )
     if len(tables) == 1:
         raise ValueError(f"norm_rope: only {next(iter(tables))} is given; give cos and sin or none")
@@ -127,6 +130,7 @@ def _call(fn, operands, weight, cos, sin, eps, sharding, *, out_ndims):
     shared = bool(tables) and cos.ndim == 3
     tables = tuple(t[None] if shared else t for t in tables)
     weights = () if weight is None else (weight,)
+    own_copies = weight is not None and weight.ndim == 2
     static = {"scaled": weight is not None, "turned": bool(tables), "eps": eps}
     layout = decode(sharding)
     if layout is None:
@@ -139,7 +143,7 @@ def _call(fn, operands, weight, cos, sin, eps, sharding, *, out_ndims):
         sharding=layout,
         in_specs=[
             *[rows] * len(operands),
-            *[(None,)] * len(weights),
+            *[layout.row_spec(2) if own_copies else (None,)] * len(weights),
             *[(None,) * 4 if shared else rows] * len(tables),
         ],
         out_specs=[layout.row_spec(ndim) for ndim in out_ndims],
@@ -154,7 +158,10 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, dout):
     x, weight, cos, sin = ctx.saved_tensors
     dx, dweight = _norm_rope_backward(dout, x, weight, cos, sin, ctx.eps, ctx.sharding)
-    dweight = None if weight is None else dweight.sum(0).to(weight.dtype)
+    if weight is None:
+        dweight = None
+    else:
+        dweight = (dweight if weight.ndim == 2 else dweight.sum(0)).to(weight.dtype)
     return dx, dweight, None, None, None, None
 
 

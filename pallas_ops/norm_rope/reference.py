@@ -10,7 +10,7 @@ def norm_rope(
     """x [B, S, N, H] -> the same shape and dtype; see `pallas_ops.norm_rope.op.norm_rope`."""
     normed, _ = _normed(x, eps)
     if weight is not None:
-        normed = normed * weight.to(normed.dtype)
+        normed = normed * _scale(weight, normed)
     return _turn(normed, cos, sin, 1).to(x.dtype)
 
 
@@ -29,7 +29,7 @@ def norm_rope_backward(
     grad = _turn(dout.to(normed.dtype), cos, sin, -1)
     dweight = (grad * normed).unflatten(0, (num_shards, -1)).sum((1, 2, 3))
     if weight is not None:
-        grad = grad * weight.to(grad.dtype)
+        grad = grad * _scale(weight, grad)
     along = (grad * normed).mean(-1, keepdim=True)
     return (inverse * (grad - normed * along)).to(x.dtype), dweight
 
@@ -38,6 +38,14 @@ def _normed(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return wide * inverse, inverse
+
+
+def _scale(weight: Tensor, like: Tensor) -> Tensor:
+    """[H], or of [n, H] the row of each sequence's shard, [B, 1, 1, H]."""
+    weight = weight.to(like.dtype)
+    if weight.ndim == 1:
+        return weight
+    return weight.repeat_interleave(like.shape[0] // weight.shape[0], 0)[:, None, None]
 
 
 def _turn(x: Tensor, cos: Tensor | None, sin: Tensor | None, direction: int) -> Tensor:

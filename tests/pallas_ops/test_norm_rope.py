@@ -111,6 +111,11 @@ def test_two_shards_add_their_weight_gradients():
     given = operands(TINY[1], torch.float64)
     split = run(functools.partial(ours, sharding=two), *given)
     torch.testing.assert_close(split, run(ours, *given), rtol=1e-12, atol=1e-12)
+    # With a copy of the weight each, they keep their gradients apart.
+    x, weight, *rest = given
+    out, dx, apart = run(functools.partial(ours, sharding=two), x, torch.stack([weight] * 2), *rest)
+    torch.testing.assert_close([out, dx, apart.sum(0)], split, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(apart[0], apart[1])
 
 
 PARAMS = pltpu.InterpretParams(
