@@ -24,7 +24,7 @@ def implementations(target: str, attention: str) -> dict[str, str]:
     chooses `attention`."""
     pallas = "Pallas, compiled by Mosaic" if target == "tpu" else "Pallas, interpreted as HLO"
     return {
-        "attention": pallas if attention == "kernel" else "torch einsum, fp32 softmax",
+        "norm_rope, attention": pallas if attention == "kernel" else "torch, fp32 softmax",
         "routing_plan": "JAX, counting",
         "permute, combine": "JAX, XLA gathers",
         "gmm, tgmm": pallas,
