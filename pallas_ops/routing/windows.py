@@ -19,6 +19,14 @@ Empty windows take nothing. Invariants, for every block:
   unless bounds[b + 1, g] is a multiple of A;
 - a granule that holds rows of two experts is in both segments.
 
+So that a granule need not be fetched for two blocks, kernels keep the buffers of three blocks in a
+ring. The first granule of (b, g) is *held* if it was in the buffer of block b - 1 and not held
+there:
+
+    held[b, g] = bounds[b - 1, g] <= first < bounds[b, g]
+
+and its rows then stay there. Any other is in the buffer of its own block.
+
 Nothing is sorted, gathered or scattered: counts, prefix sums and compare-and-sum in exact int32.
 """
 
@@ -32,7 +40,9 @@ import jax.numpy as jnp
 BLOCK = 256
 """C: tokens a block."""
 GRANULE = 8
-"""A: rows that HBM is addressed by in one copy, for 16- and 32-bit elements."""
+"""A: rows of one memory tile, for 16- and 32-bit elements."""
+RING = 3
+"""Buffers in the ring: of the block before, of this one, and the one that is being filled."""
 
 
 class Windows(NamedTuple):
@@ -45,6 +55,10 @@ class Windows(NamedTuple):
     """[nb, G] buffer row minus row, for the rows of window (b, g); 0 where it is empty."""
     position: jax.Array
     """[nb * C, K] buffer row of slot (t, k); 0 for tokens past T."""
+    ring: jax.Array
+    """[nb * C, K] the slot's row in the ring of RING * J rows, where block b's buffer begins at
+    (b mod RING) * J: in the buffer of its own block, or of the block before if it is held there; 0
+    for tokens past T."""
 
 
 def buffer_rows(block: int, top_k: int, num_groups: int, granule: int = GRANULE) -> int:
@@ -61,18 +75,15 @@ def routing_windows(
     """expert_ids int32 [T, K] -> Windows. T and K may be any; ids may repeat inside a token."""
     num_tokens, top_k = expert_ids.shape
     num_blocks = -(-num_tokens // block)
-    # Padding belongs to no expert.
+    # Padding belongs to no expert. Tokens last: sums over experts then add whole vectors.
     padding = ((0, num_blocks * block - num_tokens), (0, 0))
     ids = jnp.pad(expert_ids, padding, constant_values=num_experts)
-    ids = ids.reshape(num_blocks, block, top_k)
-    experts = jnp.arange(num_experts, dtype=jnp.int32)
-    chosen = ids[..., None] == experts  # [nb, C, K, G]
-    per_token = jnp.sum(chosen, axis=2, dtype=jnp.int32)  # [nb, C, G]
-    counts = jnp.sum(per_token, axis=1)
-    sizes = jnp.sum(counts, axis=0)
-    start = jnp.cumsum(sizes) - sizes
-    before = jnp.cumsum(counts, axis=0)
-    bounds = start + jnp.concatenate([jnp.zeros((1, num_experts), jnp.int32), before])
+    ids = ids.reshape(num_blocks, block, top_k).transpose(0, 2, 1)
+    chosen = ids[:, :, None] == jnp.arange(num_experts, dtype=jnp.int32)[:, None]  # [nb, K, G, C]
+    per_token = jnp.sum(chosen, axis=1, dtype=jnp.int32)  # [nb, G, C]
+    counts = jnp.sum(per_token, axis=2)
+    before = jnp.concatenate([jnp.zeros((1, num_experts), jnp.int32), jnp.cumsum(counts, axis=0)])
+    bounds = before + jnp.cumsum(before[-1]) - before[-1]
 
     first = bounds[:-1] // granule * granule
     last = -(-bounds[1:] // granule) * granule
@@ -80,12 +91,30 @@ def routing_windows(
     offset = jnp.cumsum(length, axis=1) - length
     shift = jnp.where(counts > 0, offset - first, 0)
 
+    buffer = buffer_rows(block, top_k, num_experts, granule)
+    base = jnp.arange(num_blocks, dtype=jnp.int32)[:, None] % RING * buffer
+    own = base + offset
+    previous_first = jnp.concatenate([bounds[:1], bounds[:-2]])
+    held = (previous_first <= first) & (first < bounds[:-1])
+    held_at = jnp.roll(base + shift, 1, axis=0) + first
+
     # Slots of the same expert that come earlier in the block: of earlier tokens, then of this one.
     # A TPU multiplies these in bf16, which holds a token's counts exactly, and sums in fp32.
-    earlier = jnp.tri(block, k=-1, dtype=jnp.float32)
-    rank = jnp.einsum("ij,bjg->big", earlier, per_token.astype(jnp.float32)).astype(jnp.int32)
-    entry = (bounds[:-1] + shift)[:, None] + rank  # [nb, C, G] where the token's first row goes
-    position = jnp.sum(jnp.where(chosen, entry[:, :, None], 0), axis=3, dtype=jnp.int32)
-    same = (ids[..., :, None] == ids[..., None, :]) & jnp.tri(top_k, k=-1, dtype=bool)
-    position += jnp.where(ids < num_experts, jnp.sum(same, axis=3, dtype=jnp.int32), 0)
-    return Windows(bounds, shift, position.reshape(-1, top_k))
+    earlier = jnp.triu(jnp.ones((block, block), jnp.float32), k=1)
+    rank = jnp.einsum("bgi,ij->bgj", per_token.astype(jnp.float32), earlier).astype(jnp.int32)
+    same = (ids[:, :, None] == ids[:, None]) & jnp.tri(top_k, k=-1, dtype=bool)[..., None]
+    rank_in_token = jnp.sum(same, axis=2, dtype=jnp.int32)  # [nb, K, C]
+
+    def of_slot(table):
+        """table [nb, G, C or 1] at each slot's expert: [nb, K, C]; 0 for padding."""
+        return jnp.sum(jnp.where(chosen, table[:, None], 0), axis=2, dtype=jnp.int32)
+
+    def by_slot(table):
+        table = jnp.where(ids < num_experts, table, 0)
+        return table.transpose(0, 2, 1).reshape(-1, top_k)
+
+    in_window = of_slot(rank + (bounds[:-1] - first)[..., None]) + rank_in_token
+    head = of_slot(jnp.where(held, held_at, own)[..., None])
+    ring = in_window + jnp.where(in_window < granule, head, of_slot(own[..., None]))
+    position = in_window + of_slot(offset[..., None])
+    return Windows(bounds, shift, by_slot(position), by_slot(ring))
