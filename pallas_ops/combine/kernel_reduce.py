@@ -27,16 +27,11 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_ops.chips import V6E
 from pallas_ops.routing.windows import GRANULE, RING, buffer_rows
 
-_WAIT = 16
-"""Granules that one wait is for, as long as so many are left."""
-
-
 def reduce_rows(
     rows: jax.Array,
     weights: jax.Array | None,
-    bounds: jax.Array,
-    shift: jax.Array,
     ring: jax.Array,
+    fetch: jax.Array,
     *,
     num_tokens: int,
     interpret: bool | pltpu.InterpretParams,
@@ -44,7 +39,7 @@ def reduce_rows(
     """rows [R, D] bf16 or fp32, D a multiple of 128; weights [T, K], None = all one; tables of
     `routing_windows` -> [T, D] of rows.dtype: fp32 products and sum, rounded once."""
     num_rows, width = rows.shape
-    num_blocks, num_groups = shift.shape
+    num_blocks, _, num_groups = fetch.shape
     block, top_k = ring.shape[0] // num_blocks, ring.shape[1]
     lanes = V6E.num_lanes
     pieces = width // lanes
@@ -53,14 +48,25 @@ def reduce_rows(
         rows = jnp.pad(rows, ((0, -num_rows % GRANULE), (0, 0)))
     granules = rows.reshape(-1, GRANULE, pieces, lanes).transpose(0, 2, 1, 3)
 
-    slots = (num_blocks, 1, block * top_k)
-    slot_spec = pl.BlockSpec((1, 1, slots[2]), lambda b, *_: (b, 0, 0), memory_space=pltpu.SMEM)
-    operands, specs = [_addresses(ring, pieces, rows.dtype).reshape(slots)], [slot_spec]
+    def scalars(array, index):
+        """A line of `array` a block, that of block index(b) in step b."""
+        line = array.reshape(num_blocks, 1, -1)
+        shape = (1, 1, line.shape[2])
+        return line, pl.BlockSpec(shape, lambda b, _: (index(b), 0, 0), memory_space=pltpu.SMEM)
+
+    def here(b):
+        return b
+
+    def after(b):
+        return jnp.minimum(b + 1, num_blocks - 1)
+
+    inputs = [scalars(fetch, here), scalars(fetch, after)]
+    inputs.append(scalars(_addresses(ring, pieces, rows.dtype), here))
     if weights is not None:
         weights = weights.astype(jnp.float32)
         weights = jnp.pad(weights, ((0, ring.shape[0] - num_tokens), (0, 0)))
-        operands.append(weights.reshape(slots))
-        specs.append(slot_spec)
+        inputs.append(scalars(weights, here))
+    operands, specs = zip(*inputs, strict=True)
     tokens = -(-num_tokens // GRANULE)
     out = pl.pallas_call(
         functools.partial(
@@ -68,25 +74,27 @@ def reduce_rows(
             weighted=weights is not None,
             top_k=top_k,
             buffer=buffer,
-            simulated=isinstance(interpret, pltpu.InterpretParams),
+            num_groups=num_groups,
+            interpret=interpret,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=2,
+            num_scalar_prefetch=1,
             grid=(num_blocks,),
             in_specs=[*specs, pl.BlockSpec(memory_space=pltpu.ANY)],
             out_specs=pl.BlockSpec(
-                (block // GRANULE, pieces, GRANULE, lanes), lambda b, *_: (b, 0, 0, 0)
+                (block // GRANULE, pieces, GRANULE, lanes), lambda b, _: (b, 0, 0, 0)
             ),
             scratch_shapes=[
                 pltpu.VMEM((RING * buffer, pieces, GRANULE, lanes), rows.dtype),
                 pltpu.VMEM((pieces * GRANULE, lanes), jnp.float32),
-                pltpu.SMEM((2,), jnp.int32),
                 pltpu.SemaphoreType.DMA((2,)),
             ],
         ),
         out_shape=jax.ShapeDtypeStruct((tokens, pieces, GRANULE, lanes), rows.dtype),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",), vmem_limit_bytes=V6E.vmem_bytes
+            dimension_semantics=("arbitrary",),
+            vmem_limit_bytes=V6E.vmem_bytes,
+            disable_bounds_checks=True,
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * num_rows * width,
@@ -95,7 +103,7 @@ def reduce_rows(
         ),
         interpret=interpret,
         name="reduce_rows",
-    )(bounds, shift, *operands, granules)
+    )(jnp.sum(fetch[:, 2], axis=1, dtype=jnp.int32), *operands, granules)
     return out.transpose(0, 2, 1, 3).reshape(-1, width)[:num_tokens]
 
 
@@ -108,24 +116,30 @@ def _addresses(ring: jax.Array, pieces: int, dtype) -> jax.Array:
     return (granule * (pieces * GRANULE // 2) + row // 2) * 32 + jnp.where(row % 2, 0, 16)
 
 
-def _kernel(bounds, shift, slots, *refs, weighted, top_k, buffer, simulated):
+def _kernel(
+    num_fetched, fetch, fetch_after, slots, *refs, weighted, top_k, buffer, num_groups, interpret
+):
     weights = refs[0] if weighted else None
-    rows, out, ring, sums, counts, arrived = refs[weighted:]
+    rows, out, ring, sums, arrived = refs[weighted:]
     b, num_blocks = pl.program_id(0), pl.num_programs(0)
     pieces = out.shape[1]
+    dynamic = interpret is not True
+
+    def start(table, block):
+        first = jax.lax.rem(block, RING) * buffer
+        semaphore = arrived.at[jax.lax.rem(block, 2)]
+        _fetch(table, num_groups, rows, ring, first, semaphore, dynamic)
 
     @pl.when(b == 0)
     def _first():
-        counts[0] = _fetch(0, bounds, shift, rows, ring, arrived.at[0], buffer)
+        start(fetch, b)
 
     @pl.when(b + 1 < num_blocks)
     def _next():
-        after = jax.lax.rem(b + 1, 2)
-        counts[after] = _fetch(b + 1, bounds, shift, rows, ring, arrived.at[after], buffer)
+        start(fetch_after, b + 1)
 
-    here = jax.lax.rem(b, 2)
-    _wait(counts[here], ring, arrived.at[here])
-
+    _wait(num_fetched[b], ring, arrived.at[jax.lax.rem(b, 2)], dynamic)
+    simulated = isinstance(interpret, pltpu.InterpretParams)
     read = _simulated_reader(ring) if simulated else _reader(ring)
 
     def eight_tokens(i, carry):
@@ -142,61 +156,51 @@ def _kernel(bounds, shift, slots, *refs, weighted, top_k, buffer, simulated):
     jax.lax.fori_loop(0, out.shape[0], eight_tokens, 0)
 
 
-def _fetch(b, bounds, shift, rows, ring, arrived, buffer):
-    """Starts the copies of block b's new granules; returns their number."""
-    base = jax.lax.rem(b, RING) * buffer
+def _fetch(table, num_groups, rows, ring, first, arrived, dynamic):
+    """Starts the copies of one block's new granules into the ring, from granule `first` on."""
 
-    def window(g, total):
-        first_row, end_row = bounds[b, g], bounds[b + 1, g]
-        head = first_row >> 3
-        # Fetched by the block before as its last: see `held` in windows.py.
-        before = bounds[jnp.maximum(b - 1, 0), g]
-        held = (head << 3 >= before) & (head << 3 < first_row)
-        first = head + held.astype(jnp.int32)
-        count = jnp.where(end_row > first_row, (end_row + GRANULE - 1 >> 3) - first, 0)
-        target = base + first + (shift[b, g] >> 3)
+    def window(g, carry):
+        source, place, count = (table[0, 0, i * num_groups + g] for i in range(3))
 
         def copy(start, size):
             pltpu.make_async_copy(
-                rows.at[pl.ds(first + start, size)], ring.at[pl.ds(target + start, size)], arrived
+                rows.at[pl.ds(source + start, size)],
+                ring.at[pl.ds(first + place + start, size)],
+                arrived,
             ).start()
 
-        def pair(i, carry):
-            copy(2 * i, 2)
-            return carry
+        _granules(count, copy, dynamic)
+        return carry
 
-        jax.lax.fori_loop(0, count >> 1, pair, 0)
-
-        @pl.when(count & 1 == 1)
-        def _last():
-            copy(count - 1, 1)
-
-        return total + count
-
-    return jax.lax.fori_loop(0, shift.shape[1], window, jnp.int32(0))
+    jax.lax.fori_loop(0, num_groups, window, 0)
 
 
-def _wait(count, ring, arrived):
-    """Waits for `count` granules."""
+def _wait(count, ring, arrived, dynamic):
+    """Waits for `count` granules, whichever."""
 
-    def wait(size):
-        def body(i, carry):
-            piece = ring.at[pl.ds(0, size)]
-            pltpu.make_async_copy(piece, piece, arrived).wait()
-            return carry
+    def wait(start, size):
+        piece = ring.at[pl.ds(0, size)]
+        pltpu.make_async_copy(piece, piece, arrived).wait()
 
-        return body
+    _granules(count, wait, dynamic)
 
-    jax.lax.fori_loop(0, count // _WAIT, wait(_WAIT), 0)
-    jax.lax.fori_loop(0, jax.lax.rem(count, _WAIT), wait(1), 0)
+
+def _granules(count, action, dynamic):
+    """action(start, size) for `count` granules at once, or one by one: the plain interpreter knows
+    no copies of a size that varies."""
+    if dynamic:
+        pl.when(count > 0)(lambda: action(0, count))
+    else:
+        jax.lax.fori_loop(0, count, lambda i, carry: (action(i, 1), carry)[1], 0)
 
 
 def _reader(ring):
     """Row at an address as fp32 [pieces, 128]."""
-    _, pieces, rows, lanes = ring.shape
+    granules, pieces, rows, lanes = ring.shape
     packed = ring.dtype.itemsize == 2
     stride = rows // 2 if packed else rows
-    words = (ring.bitcast(jnp.int32) if packed else ring).reshape(-1, lanes)
+    words = ring.bitcast(jnp.int32) if packed else ring
+    words = words.reshape(granules * pieces * stride, lanes)
 
     def read(address):
         piece = words[pl.ds(address >> 5, pieces, stride=stride), :]

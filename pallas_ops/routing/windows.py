@@ -19,13 +19,14 @@ Empty windows take nothing. Invariants, for every block:
   unless bounds[b + 1, g] is a multiple of A;
 - a granule that holds rows of two experts is in both segments.
 
-So that a granule need not be fetched for two blocks, kernels keep the buffers of three blocks in a
-ring. The first granule of (b, g) is *held* if it was in the buffer of block b - 1 and not held
-there:
+So that no granule is fetched for two blocks, a kernel that reads rows keeps the buffers of three
+blocks in a ring. The first granule of (b, g) is *held* if it was in the buffer of block b - 1 and
+not held there itself:
 
     held[b, g] = bounds[b - 1, g] <= first < bounds[b, g]
 
-and its rows then stay there. Any other is in the buffer of its own block.
+Its rows stay where they are. Any other granule is fetched into the buffer of its own block, without
+gaps in order of g.
 
 Nothing is sorted, gathered or scattered: counts, prefix sums and compare-and-sum in exact int32.
 """
@@ -59,6 +60,9 @@ class Windows(NamedTuple):
     """[nb * C, K] the slot's row in the ring of RING * J rows, where block b's buffer begins at
     (b mod RING) * J: in the buffer of its own block, or of the block before if it is held there; 0
     for tokens past T."""
+    fetch: jax.Array
+    """[nb, 3, G] granules to fetch for (b, g): the first, its place in block b's buffer, and how
+    many, neighbours in both."""
 
 
 def buffer_rows(block: int, top_k: int, num_groups: int, granule: int = GRANULE) -> int:
@@ -91,12 +95,18 @@ def routing_windows(
     offset = jnp.cumsum(length, axis=1) - length
     shift = jnp.where(counts > 0, offset - first, 0)
 
-    buffer = buffer_rows(block, top_k, num_experts, granule)
-    base = jnp.arange(num_blocks, dtype=jnp.int32)[:, None] % RING * buffer
-    own = base + offset
-    previous_first = jnp.concatenate([bounds[:1], bounds[:-2]])
-    held = (previous_first <= first) & (first < bounds[:-1])
-    held_at = jnp.roll(base + shift, 1, axis=0) + first
+    previous = jnp.concatenate([bounds[:1], bounds[:-2]])
+    held = (previous <= first) & (first < bounds[:-1])
+    fresh = jnp.where(held, first + granule, first)
+    fetched = jnp.where(counts > 0, last - fresh, 0)
+    place = jnp.cumsum(fetched, axis=1) - fetched
+    fetch = jnp.stack([fresh, place, fetched], axis=1) // granule
+
+    # Where the row would be that is first in its window's first granule.
+    base = jnp.arange(num_blocks, dtype=jnp.int32)[:, None] % RING
+    base = base * buffer_rows(block, top_k, num_experts, granule)
+    own = base + place - (fresh - first)
+    head = jnp.where(held, jnp.roll(base + place - fresh, 1, axis=0) + first, own)
 
     # Slots of the same expert that come earlier in the block: of earlier tokens, then of this one.
     # A TPU multiplies these in bf16, which holds a token's counts exactly, and sums in fp32.
@@ -114,7 +124,7 @@ def routing_windows(
         return table.transpose(0, 2, 1).reshape(-1, top_k)
 
     in_window = of_slot(rank + (bounds[:-1] - first)[..., None]) + rank_in_token
-    head = of_slot(jnp.where(held, held_at, own)[..., None])
-    ring = in_window + jnp.where(in_window < granule, head, of_slot(own[..., None]))
+    at_head = in_window < granule
+    ring = in_window + jnp.where(at_head, of_slot(head[..., None]), of_slot(own[..., None]))
     position = in_window + of_slot(offset[..., None])
-    return Windows(bounds, shift, by_slot(position), by_slot(ring))
+    return Windows(bounds, shift, by_slot(position), by_slot(ring), fetch)
