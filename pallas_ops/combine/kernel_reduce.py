@@ -25,7 +25,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_ops.chips import V6E
-from pallas_ops.routing.windows import GRANULE, RING, buffer_rows
+from pallas_ops.routing.blocks import GRANULE, RING, buffer_rows
+
 
 def reduce_rows(
     rows: jax.Array,

@@ -38,12 +38,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-BLOCK = 256
-"""C: tokens a block."""
-GRANULE = 8
-"""A: rows of one memory tile, for 16- and 32-bit elements."""
-RING = 3
-"""Buffers in the ring: of the block before, of this one, and the one that is being filled."""
+from pallas_ops.routing.blocks import BLOCK, GRANULE, RING, buffer_rows
 
 
 class Windows(NamedTuple):
@@ -65,16 +60,8 @@ class Windows(NamedTuple):
     many, neighbours in both."""
 
 
-def buffer_rows(block: int, top_k: int, num_groups: int, granule: int = GRANULE) -> int:
-    """J, rows of a buffer that holds any block: each window that is not empty adds at most
-    granule - 1 rows at either end. A multiple of 256."""
-    num_slots = block * top_k
-    rows = num_slots + 2 * (granule - 1) * min(num_groups, num_slots)
-    return -(-rows // 256) * 256
-
-
 def routing_windows(
-    expert_ids: jax.Array, *, num_experts: int, block: int = BLOCK, granule: int = GRANULE
+    expert_ids: jax.Array, *, num_experts: int, block: int = BLOCK, interpret: bool = False
 ) -> Windows:
     """expert_ids int32 [T, K] -> Windows. T and K may be any; ids may repeat inside a token."""
     num_tokens, top_k = expert_ids.shape
@@ -89,22 +76,22 @@ def routing_windows(
     before = jnp.concatenate([jnp.zeros((1, num_experts), jnp.int32), jnp.cumsum(counts, axis=0)])
     bounds = before + jnp.cumsum(before[-1]) - before[-1]
 
-    first = bounds[:-1] // granule * granule
-    last = -(-bounds[1:] // granule) * granule
+    first = bounds[:-1] // GRANULE * GRANULE
+    last = -(-bounds[1:] // GRANULE) * GRANULE
     length = jnp.where(counts > 0, last - first, 0)
     offset = jnp.cumsum(length, axis=1) - length
     shift = jnp.where(counts > 0, offset - first, 0)
 
     previous = jnp.concatenate([bounds[:1], bounds[:-2]])
     held = (previous <= first) & (first < bounds[:-1])
-    fresh = jnp.where(held, first + granule, first)
+    fresh = jnp.where(held, first + GRANULE, first)
     fetched = jnp.where(counts > 0, last - fresh, 0)
     place = jnp.cumsum(fetched, axis=1) - fetched
-    fetch = jnp.stack([fresh, place, fetched], axis=1) // granule
+    fetch = jnp.stack([fresh, place, fetched], axis=1) // GRANULE
 
     # Where the row would be that is first in its window's first granule.
     base = jnp.arange(num_blocks, dtype=jnp.int32)[:, None] % RING
-    base = base * buffer_rows(block, top_k, num_experts, granule)
+    base = base * buffer_rows(block, top_k, num_experts)
     own = base + place - (fresh - first)
     head = jnp.where(held, jnp.roll(base + place - fresh, 1, axis=0) + first, own)
 
@@ -124,7 +111,7 @@ def routing_windows(
         return table.transpose(0, 2, 1).reshape(-1, top_k)
 
     in_window = of_slot(rank + (bounds[:-1] - first)[..., None]) + rank_in_token
-    at_head = in_window < granule
+    at_head = in_window < GRANULE
     ring = in_window + jnp.where(at_head, of_slot(head[..., None]), of_slot(own[..., None]))
     position = in_window + of_slot(offset[..., None])
     return Windows(bounds, shift, by_slot(position), by_slot(ring), fetch)
