@@ -50,15 +50,22 @@ def select_part(take, slots, first, part) -> None:
     take[rows] = found
 
 
+def part_rows(slots, first, part):
+    """[PART, C] numbers of the buffer rows of one part of the chunk that begins at row `first`."""
+    row = jax.lax.broadcasted_iota(jnp.int32, (PART, slots.shape[1]), 0)
+    return first + part * PART + row
+
+
 def columns(width: int) -> list[slice]:
     """Column tiles as wide as the matrix unit."""
     tile = V6E.mxu_width
     return [slice(at, min(at + tile, width)) for at in range(0, width, tile)]
 
 
-def dot(a, b):
-    """[M, K] @ [K, N] in fp32."""
-    return jax.lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+def dot(a, b, *, transpose=False):
+    """[M, K] @ [K, N] in fp32, or @ [N, K]^T."""
+    contract = (((1,), (1 if transpose else 0,)), ((), ()))
+    return jax.lax.dot_general(a, b, contract, preferred_element_type=jnp.float32)
 
 
 def next_slot(pending, stage, rows, sems, *, dynamic):
@@ -66,7 +73,7 @@ def next_slot(pending, stage, rows, sems, *, dynamic):
     each slot that are on their way to HBM, and the slot's number."""
     slot = pending[SLOTS]
     pending[SLOTS] = jnp.where(slot == SLOTS - 1, 0, slot + 1)
-    _wait(pending[slot], stage, rows, sems.at[slot], dynamic)
+    wait_copies(pending[slot], stage, rows, sems.at[slot], dynamic=dynamic)
     pending[slot] = 0
     return slot
 
@@ -96,7 +103,7 @@ def write_windows(table, lines, q, slot, chunk, stage, rows, sem, *, dynamic):
 
         @pl.when(end > begin)
         def _copy():
-            _start(stage, base + begin, rows, target, end - begin, sem, dynamic)
+            start_copy(stage, base + begin, rows, target, end - begin, sem, dynamic=dynamic)
 
         return copied + jnp.maximum(end - begin, 0)
 
@@ -113,7 +120,7 @@ def write_seams(seams, pending, stage, rows, sems, *, chunk, dynamic):
     carried = first_carried(chunk, num_groups)
     sem = sems.at[0]
     for slot in range(SLOTS):
-        _wait(pending[slot], stage, rows, sems.at[slot], dynamic)
+        wait_copies(pending[slot], stage, rows, sems.at[slot], dynamic=dynamic)
 
     def seam(g):
         word = seams[1, g]
@@ -156,10 +163,13 @@ def write_seams(seams, pending, stage, rows, sems, *, chunk, dynamic):
         each(action)
 
 
-def _start(stage, source, rows, target, count, sem, dynamic):
+def start_copy(source, at, target, to, count, sem, *, dynamic) -> None:
+    """Starts copies of `count` granules from source[at:] to target[to:], in one if `dynamic`: not
+    in interpreters that know no slice of dynamic size."""
+
     def copy(offset, size):
         pltpu.make_async_copy(
-            stage.at[pl.ds(source + offset, size)], rows.at[pl.ds(target + offset, size)], sem
+            source.at[pl.ds(at + offset, size)], target.at[pl.ds(to + offset, size)], sem
         ).start()
 
     if dynamic:
@@ -168,11 +178,11 @@ def _start(stage, source, rows, target, count, sem, dynamic):
         jax.lax.fori_loop(0, count, lambda i, carry: (copy(i, 1), carry)[1], 0)
 
 
-def _wait(count, stage, rows, sem, dynamic):
-    """For `count` granules, whichever."""
+def wait_copies(count, source, target, sem, *, dynamic) -> None:
+    """Waits for copies of `count` granules in all, whichever."""
 
     def copies(size):
-        pltpu.make_async_copy(stage.at[pl.ds(0, size)], rows.at[pl.ds(0, size)], sem).wait()
+        pltpu.make_async_copy(source.at[pl.ds(0, size)], target.at[pl.ds(0, size)], sem).wait()
 
     if dynamic:
         pl.when(count > 0)(functools.partial(copies, count))
