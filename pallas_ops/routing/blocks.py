@@ -6,6 +6,8 @@ GRANULE = 8
 """A: rows of one memory tile, for 16- and 32-bit elements."""
 RING = 3
 """Buffers in the ring: of the block before, of this one, and the one that is being filled."""
+_MAX_ROWS = 1 << 15
+"""Two row numbers of the ring are looked up in one int32."""
 
 
 def buffer_rows(block: int, top_k: int, num_groups: int) -> int:
@@ -14,3 +16,15 @@ def buffer_rows(block: int, top_k: int, num_groups: int) -> int:
     num_slots = block * top_k
     rows = num_slots + 2 * (GRANULE - 1) * min(num_groups, num_slots)
     return -(-rows // 256) * 256
+
+
+def check_block(block: int, top_k: int, num_groups: int) -> None:
+    """Raises ValueError for a block of tokens that the window tables cannot describe."""
+    if block < 1 or block % GRANULE:
+        raise ValueError(f"block is {block}; it must be a positive multiple of {GRANULE}")
+    rows = RING * buffer_rows(block, top_k, num_groups) + GRANULE
+    if rows > _MAX_ROWS:
+        raise ValueError(
+            f"block is {block}: {RING} buffers of tokens to {top_k} of {num_groups} experts have "
+            f"{rows} rows, more than {_MAX_ROWS}; choose smaller blocks"
+        )

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pallas_ops.checks import check_int32, check_rank, check_row_shards
 from pallas_ops.routing import reference
-from pallas_ops.routing.blocks import BLOCK, GRANULE
+from pallas_ops.routing.blocks import BLOCK, check_block
 from pallas_ops.routing.limits import why_no_kernel
 from pallas_ops.sharding import OpSharding, decode, encode, num_row_shards
 
@@ -96,8 +96,8 @@ def routing_plan(
 
     Raises:
         ValueError: wrong rank or dtype, num_experts < 1, another implementation, a block that is no
-            multiple of 8, tokens that the mesh does not divide; for CPU tensors also ids out of
-            range.
+            multiple of 8 or too large, tokens that the mesh does not divide; for CPU tensors also
+            ids out of range.
     """
     check_rank("routing_plan", "expert_ids", expert_ids, "T, K")
     check_int32("routing_plan", expert_ids=expert_ids)
@@ -111,10 +111,7 @@ def routing_plan(
         raise ValueError(
             f"routing_plan: implementation is {implementation!r}; use 'gather' or 'kernel'"
         )
-    if block < 1 or block % GRANULE:
-        raise ValueError(
-            f"routing_plan: block is {block}; it must be a positive multiple of {GRANULE}"
-        )
+    check_block(block, expert_ids.shape[1], num_experts)
     if not expert_ids.numel():
         raise ValueError(
             f"routing_plan: expert_ids has shape {list(expert_ids.shape)}; kernels need a token, "

@@ -110,8 +110,16 @@ def routing_windows(
         table = jnp.where(ids < num_experts, table, 0)
         return table.transpose(0, 2, 1).reshape(-1, top_k)
 
-    in_window = of_slot(rank + (bounds[:-1] - first)[..., None]) + rank_in_token
-    at_head = in_window < GRANULE
-    ring = in_window + jnp.where(at_head, of_slot(head[..., None]), of_slot(own[..., None]))
-    position = in_window + of_slot(offset[..., None])
-    return Windows(bounds, shift, by_slot(position), by_slot(ring), fetch)
+    # Two numbers a look-up: all are below 2^15 (`check_block`), and a sum has one term.
+    def pack(low, high):
+        return low | high << 16
+
+    def unpack(word):
+        return word & 0xFFFF, word >> 16
+
+    slot = pack(rank + (bounds[:-1] - first)[..., None], offset[..., None])
+    in_window, offset = unpack(of_slot(slot))
+    own, head = unpack(of_slot(pack(own + GRANULE, head)[..., None]))
+    in_window += rank_in_token
+    ring = in_window + jnp.where(in_window < GRANULE, head, own - GRANULE)
+    return Windows(bounds, shift, by_slot(in_window + offset), by_slot(ring), fetch)
