@@ -37,7 +37,7 @@ def reduce_rows(
     num_tokens: int,
     interpret: bool | pltpu.InterpretParams,
 ) -> jax.Array:
-    """rows [R, D] bf16 or fp32, D a multiple of 128; weights [T, K], None = all one; tables of
+    """rows [R, D] bf16, D a multiple of 128; weights [T, K], None = all one; tables of
     `routing_windows` -> [T, D] of rows.dtype: fp32 products and sum, rounded once."""
     num_rows, width = rows.shape
     num_blocks, _, num_groups = fetch.shape
@@ -62,7 +62,7 @@ def reduce_rows(
         return jnp.minimum(b + 1, num_blocks - 1)
 
     inputs = [scalars(fetch, here), scalars(fetch, after)]
-    inputs.append(scalars(_addresses(ring, pieces, rows.dtype), here))
+    inputs.append(scalars(_addresses(ring, pieces), here))
     if weights is not None:
         weights = weights.astype(jnp.float32)
         weights = jnp.pad(weights, ((0, ring.shape[0] - num_tokens), (0, 0)))
@@ -108,12 +108,10 @@ def reduce_rows(
     return out.transpose(0, 2, 1, 3).reshape(-1, width)[:num_tokens]
 
 
-def _addresses(ring: jax.Array, pieces: int, dtype) -> jax.Array:
+def _addresses(ring: jax.Array, pieces: int) -> jax.Array:
     """Where a row's first piece lies in the ring seen as 32-bit words [., 128], times 32, plus the
     left shift that brings the row's half of a word to the top."""
     granule, row = ring // GRANULE, ring % GRANULE
-    if dtype.itemsize == 4:
-        return (granule * (pieces * GRANULE) + row) * 32
     return (granule * (pieces * GRANULE // 2) + row // 2) * 32 + jnp.where(row % 2, 0, 16)
 
 
@@ -143,14 +141,21 @@ def _kernel(
     simulated = isinstance(interpret, pltpu.InterpretParams)
     read = _simulated_reader(ring) if simulated else _reader(ring)
 
+    # Unrolled where it is compiled, so that loads, sums and addresses of many slots overlap.
+    loop = functools.partial(jax.lax.fori_loop, 0, unroll=not interpret)
+
     def eight_tokens(i, carry):
-        for j in range(GRANULE):
-            total = jnp.zeros((pieces, out.shape[3]), jnp.float32)
-            for k in range(top_k):
+        def token(j, carry):
+            def choice(k, total):
                 slot = (i * GRANULE + j) * top_k + k
                 row = read(slots[0, 0, slot])
-                total += row * weights[0, 0, slot] if weighted else row
-            sums[pl.ds(j, pieces, stride=GRANULE), :] = total
+                return total + (row * weights[0, 0, slot] if weighted else row)
+
+            total = jnp.zeros((pieces, out.shape[3]), jnp.float32)
+            sums[pl.ds(j, pieces, stride=GRANULE), :] = loop(top_k, choice, total)
+            return carry
+
+        loop(GRANULE, token, 0)
         out[i] = sums[...].reshape(out.shape[1:]).astype(out.dtype)
         return carry
 
@@ -198,15 +203,11 @@ def _granules(count, action, dynamic):
 def _reader(ring):
     """Row at an address as fp32 [pieces, 128]."""
     granules, pieces, rows, lanes = ring.shape
-    packed = ring.dtype.itemsize == 2
-    stride = rows // 2 if packed else rows
-    words = ring.bitcast(jnp.int32) if packed else ring
-    words = words.reshape(granules * pieces * stride, lanes)
+    stride = rows // 2  # a word holds two rows
+    words = ring.bitcast(jnp.int32).reshape(granules * pieces * stride, lanes)
 
     def read(address):
         piece = words[pl.ds(address >> 5, pieces, stride=stride), :]
-        if not packed:
-            return piece
         # bf16 is the upper half of fp32.
         piece = jax.lax.shift_left(piece, address & 31) & jnp.int32(-(1 << 16))
         return jax.lax.bitcast_convert_type(piece, jnp.float32)
@@ -217,13 +218,11 @@ def _reader(ring):
 def _simulated_reader(ring):
     """The same for the TPU interpreter, which has no view of memory by words."""
     _, pieces, rows, _ = ring.shape
-    packed = ring.dtype.itemsize == 2
-    per_granule = pieces * rows // (2 if packed else 1)
+    per_granule = pieces * rows // 2
 
     def read(address):
         word = address >> 5
-        row = jax.lax.rem(word, per_granule)
-        row = 2 * row + (address & 31 == 0).astype(jnp.int32) if packed else row
+        row = 2 * jax.lax.rem(word, per_granule) + (address & 31 == 0).astype(jnp.int32)
         return ring[word // per_granule, :, row, :].astype(jnp.float32)
 
     return read

@@ -3,7 +3,7 @@
 BLOCK = 256
 """C: tokens a block."""
 GRANULE = 8
-"""A: rows of one memory tile, for 16- and 32-bit elements."""
+"""A: rows of one memory tile of bf16, as XLA lays it out in HBM."""
 RING = 3
 """Buffers in the ring: of the block before, of this one, and the one that is being filled."""
 _MAX_ROWS = 1 << 15

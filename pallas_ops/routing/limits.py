@@ -5,7 +5,6 @@ import torch
 from pallas_ops.chips import MIB, V6E
 from pallas_ops.routing.blocks import BLOCK, RING, buffer_rows
 
-_DTYPES = (torch.bfloat16, torch.float32)
 _OTHER_VMEM = 24 * MIB
 """What a kernel needs beside its ring: blocks of tokens, and the compiler's own."""
 
@@ -15,8 +14,8 @@ def why_no_kernel(
 ) -> str | None:
     """Why the kernels of permute and combine do not take rows of `width` and `dtype`, with a
     remedy; None if they do."""
-    if dtype not in _DTYPES:
-        return f"rows are {dtype}; convert them to one of {list(map(str, _DTYPES))}"
+    if dtype != torch.bfloat16:
+        return f"rows are {dtype}; convert them to torch.bfloat16"
     if width % V6E.num_lanes or not width:
         return f"rows have width {width}; pad it to a multiple of {V6E.num_lanes}"
     rows = RING * buffer_rows(block, top_k, num_experts)

@@ -89,8 +89,8 @@ def routing_plan(
         expert_ids: int32 [T, K], ids in [0, num_experts).
         num_experts: E.
         implementation: how permute and combine follow this plan: "gather", row by row in plain XLA,
-            for any width and dtype; or "kernel", block by block in Pallas, for rows of bf16 or fp32
-            whose width is a multiple of 128. CPU tensors take the reference either way.
+            for any width and dtype; or "kernel", block by block in Pallas, for bf16 rows whose
+            width is a multiple of 128. CPU tensors take the reference either way.
         block: tokens that a kernel works on at a time.
         sharding: layout on the mesh, None on one device.
 
