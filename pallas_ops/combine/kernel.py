@@ -6,6 +6,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_ops.combine import kernel_backward
 from pallas_ops.combine.kernel_reduce import reduce_rows
 from pallas_ops.permute.kernel import take_rows
 
@@ -80,8 +81,6 @@ def combine_backward_windows(
     interpret: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """`combine_backward` by window tables: dout [T, D] -> drows [R, D], dweights [T, K]."""
-    from pallas_ops.combine import kernel_backward
-
     return kernel_backward.combine_backward_windows(
         dout, rows, weights, bounds, shift, position, interpret=interpret
     )

@@ -22,13 +22,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_ops.chips import V6E
-from pallas_ops.permute.expand_tables import block_table, layout, seam_table, unpack
-from pallas_ops.permute.kernel_expand import CHUNK, tokens_by_choice
+from pallas_ops.permute.expand_tables import block_table, layout, seam_table
+from pallas_ops.permute.kernel_expand import tokens_by_choice
 from pallas_ops.permute.kernel_parts import (
     PART,
     SLOTS,
+    chunk_rows,
     columns,
     dot,
+    each_window,
     next_slot,
     part_rows,
     select_part,
@@ -38,7 +40,10 @@ from pallas_ops.permute.kernel_parts import (
     write_seams,
     write_windows,
 )
-from pallas_ops.routing.windows import GRANULE
+from pallas_ops.routing.blocks import GRANULE
+
+_HALVES = 2
+"""Chunks of fetched rows: the one at work and the next."""
 
 
 def combine_backward_windows(
@@ -49,8 +54,8 @@ def combine_backward_windows(
     shift: jax.Array,
     position: jax.Array,
     *,
-    chunk: int = CHUNK,
     interpret: bool | pltpu.InterpretParams,
+    chunk: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """dout [T, D] and rows [T * K, D] bf16, D a multiple of 128, weights [T, K] and tables of
     `routing_windows` -> drows [T * K, D] bf16, dweights [T, K] of weights.dtype, summed in fp32.
@@ -62,6 +67,8 @@ def combine_backward_windows(
     num_blocks, num_groups = shift.shape
     block, top_k = position.shape[0] // num_blocks, position.shape[1]
     num_rows = num_tokens * top_k
+    row_bytes = width * rows.dtype.itemsize
+    chunk = chunk or chunk_rows(block, top_k, num_groups, row_bytes, SLOTS + _HALVES)
     lines = layout(block, top_k, num_groups, chunk)
     padding = num_blocks * block - num_tokens
     dout = jnp.pad(dout, ((0, padding), (0, 0)))
@@ -100,15 +107,15 @@ def combine_backward_windows(
         ],
         scratch_shapes=[
             pltpu.VMEM((stage_granules(chunk, num_groups), GRANULE, width), rows.dtype),
-            pltpu.VMEM((2 * granules, GRANULE, width), rows.dtype),
+            pltpu.VMEM((_HALVES * granules, GRANULE, width), rows.dtype),
             pltpu.VMEM((2, chunk, block), dout.dtype),
             pltpu.VMEM((2, chunk, V6E.num_lanes), jnp.float32),
             pltpu.VMEM((chunk, block), jnp.float32),
             pltpu.VMEM((top_k, GRANULE, block), jnp.float32),
             pltpu.SMEM((SLOTS + 1,), jnp.int32),
-            pltpu.SMEM((3,), jnp.int32),
+            pltpu.SMEM((_HALVES + 1,), jnp.int32),
             pltpu.SemaphoreType.DMA((SLOTS,)),
-            pltpu.SemaphoreType.DMA((2,)),
+            pltpu.SemaphoreType.DMA((_HALVES,)),
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary",),
@@ -168,9 +175,11 @@ def _kernel(
     def _first():
         for i in range(SLOTS + 1):
             pending[i] = 0
-        arriving[2] = 0
+        arriving[_HALVES] = 0
         fetch(table, 0, 0)
-        for part in range(num_parts):
+
+        @pl.loop(0, num_parts)
+        def _(part):
             select_part(take.at[now], slots[0], 0, part)
             _scale_part(scale.at[now], slots[0], weights[0], 0, part)
 
@@ -181,8 +190,8 @@ def _kernel(
         following = jnp.where(at_end, next_slots[0], slots[0])
         its_weights = jnp.where(at_end, next_weights[0], weights[0])
         first = jnp.where(at_end, 0, (q + 1) * chunk)
-        half = arriving[2]
-        arriving[2] = 1 - half
+        half = arriving[_HALVES]
+        arriving[_HALVES] = 1 - half
 
         @pl.when(jnp.logical_not(at_end))
         def _fetch_next():
@@ -252,8 +261,7 @@ def _fetch(table, lines, q, half, chunk, rows, fetched, sem, dynamic):
     """Starts the copies of a chunk's granules; returns their number."""
     granules = chunk // GRANULE
 
-    def window(g, copied):
-        its = unpack(table[0, 0, g])
+    def act(g, its):
         first = its.first - q * granules
         begin = jnp.maximum(first, 0)
         count = jnp.minimum(first + its.count + its.open, granules) - begin
@@ -264,7 +272,6 @@ def _fetch(table, lines, q, half, chunk, rows, fetched, sem, dynamic):
             target = half * granules + begin
             start_copy(rows, source, fetched, target, count, sem, dynamic=dynamic)
 
-        return copied + jnp.maximum(count, 0)
+        return jnp.maximum(count, 0)
 
-    begin, end = table[0, 0, lines.begins + q], table[0, 0, lines.ends + q]
-    return jax.lax.fori_loop(begin, end, window, 0)
+    return each_window(table, lines, q, act)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from pallas_ops.routing.windows import GRANULE, buffer_rows
+from pallas_ops.routing.blocks import GRANULE, buffer_rows
 
 _FIELD = 12
 """Bits of a granule number or count inside a buffer."""

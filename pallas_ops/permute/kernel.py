@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ops.combine.kernel_reduce import reduce_rows
+from pallas_ops.permute.kernel_expand import expand_rows
 
 
 def permute(
@@ -42,8 +43,6 @@ def permute_windows(
     interpret: bool,
 ) -> tuple[jax.Array]:
     """`permute` by window tables: x [T, D] -> [R, D]."""
-    from pallas_ops.permute.kernel_expand import expand_rows
-
     return (expand_rows(x, bounds, shift, position, interpret=interpret),)
 
 

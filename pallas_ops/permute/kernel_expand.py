@@ -31,6 +31,7 @@ from pallas_ops.permute.expand_tables import block_table, layout, seam_table
 from pallas_ops.permute.kernel_parts import (
     PART,
     SLOTS,
+    chunk_rows,
     columns,
     dot,
     next_slot,
@@ -39,10 +40,7 @@ from pallas_ops.permute.kernel_parts import (
     write_seams,
     write_windows,
 )
-from pallas_ops.routing.windows import GRANULE
-
-CHUNK = 1024
-"""Rows built at a time."""
+from pallas_ops.routing.blocks import GRANULE
 
 
 def expand_rows(
@@ -51,10 +49,11 @@ def expand_rows(
     shift: jax.Array,
     position: jax.Array,
     *,
-    chunk: int = CHUNK,
     interpret: bool | pltpu.InterpretParams,
+    chunk: int | None = None,
 ) -> jax.Array:
     """x [T, D] bf16, D a multiple of 128, and tables of `routing_windows` -> [T * K, D].
+    `chunk` rows are built at a time, a multiple of PART.
 
     Values are exact, but -0 becomes 0, and a token that is not finite makes NaN of the rows of its
     block: products add 0 times every other token of it.
@@ -63,6 +62,7 @@ def expand_rows(
     num_blocks, num_groups = shift.shape
     block, top_k = position.shape[0] // num_blocks, position.shape[1]
     num_rows = num_tokens * top_k
+    chunk = chunk or chunk_rows(block, top_k, num_groups, width * x.dtype.itemsize, SLOTS)
     lines = layout(block, top_k, num_groups, chunk)
     x = jnp.pad(x, ((0, num_blocks * block - num_tokens), (0, 0)))
 
@@ -140,7 +140,9 @@ def _kernel(
     def _first():
         for i in range(SLOTS + 1):
             pending[i] = 0
-        for part in range(num_parts):
+
+        @pl.loop(0, num_parts)
+        def _(part):
             select_part(take, slots[0], 0, part)
 
     def one_chunk(q, carry):

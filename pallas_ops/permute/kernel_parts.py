@@ -15,12 +15,21 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_ops.chips import V6E
 from pallas_ops.permute.expand_tables import unpack
-from pallas_ops.routing.windows import GRANULE
+from pallas_ops.routing.blocks import GRANULE, buffer_rows
 
 SLOTS = 2
 """Chunks in `stage`."""
+_MAX_CHUNK = 1024
 PART = 128
 """Rows of a chunk that one call of `select_part` decides."""
+
+
+def chunk_rows(block: int, top_k: int, num_groups: int, row_bytes: int, row_buffers: int) -> int:
+    """Rows of a chunk when `row_buffers` chunks of rows are in VMEM: as many as fill a block's
+    buffer, at most _MAX_CHUNK, and at most what leaves half of VMEM to everything else."""
+    fit = V6E.vmem_bytes // 2 // (row_buffers * row_bytes)
+    most = min(_MAX_CHUNK, buffer_rows(block, top_k, num_groups), fit)
+    return max(most // PART, 1) * PART
 
 
 def first_carried(chunk: int, num_groups: int) -> int:
@@ -38,7 +47,6 @@ def select_part(take, slots, first, part) -> None:
 
     slots [K, C]: buffer rows of the tokens' choices, at most one equal to any row.
     """
-    rows = slice(part * PART, (part + 1) * PART)
     shape = (PART, take.shape[1])
     # 16 bits: twice as many a register; buffers have less than 2^15 rows.
     row = jax.lax.broadcasted_iota(jnp.int16, shape, 0)
@@ -47,7 +55,7 @@ def select_part(take, slots, first, part) -> None:
     for k in range(slots.shape[0]):
         match = jnp.broadcast_to(wanted[k : k + 1], shape).astype(jnp.int16) == row
         found = jnp.where(match, jnp.ones(shape, take.dtype), found)
-    take[rows] = found
+    take[pl.ds(part * PART, PART)] = found
 
 
 def part_rows(slots, first, part):
@@ -78,6 +86,16 @@ def next_slot(pending, stage, rows, sems, *, dynamic):
     return slot
 
 
+def each_window(table, lines, q, act):
+    """Sum of act(g, window) over the windows of chunk q."""
+
+    def add(g, total):
+        return total + act(g, unpack(table[0, 0, g]))
+
+    begin, end = table[0, 0, lines.begins + q], table[0, 0, lines.ends + q]
+    return jax.lax.fori_loop(begin, end, add, 0)
+
+
 def write_windows(table, lines, q, slot, chunk, stage, rows, sem, *, dynamic):
     """Puts carried rows into the chunk's first granules, carries its open ones, and starts copies
     of all others. Returns how many granules that are."""
@@ -86,29 +104,26 @@ def write_windows(table, lines, q, slot, chunk, stage, rows, sem, *, dynamic):
     nowhere = carried + lines.num_groups
     row = jax.lax.broadcasted_iota(jnp.int32, stage.shape[1:], 0)
 
-    def window(g, copied):
-        its = unpack(table[0, 0, g])
+    def act(g, its):
         first = its.first - q * granules
         last = first + its.count
-        head = base + jnp.maximum(first, 0)
+        begin, end = jnp.maximum(first, 0), jnp.minimum(last, granules)
         # A window that began in an earlier chunk was merged there.
         kept = jnp.where(first < 0, 0, its.kept)
+        head = base + begin
         stage[head] = jnp.where(row < kept, stage[carried + g], stage[head])
         ends_here = (its.open == 1) & (last < granules)
-        stage[jnp.where(ends_here, carried + g, nowhere)] = stage[
-            base + jnp.minimum(last, granules - 1)
-        ]
-        begin, end = jnp.maximum(first, 0), jnp.minimum(last, granules)
-        target = table[0, 0, lines.first_granules + g] - first + begin
+        tail = base + jnp.minimum(end, granules - 1)
+        stage[jnp.where(ends_here, carried + g, nowhere)] = stage[tail]
 
         @pl.when(end > begin)
         def _copy():
+            target = table[0, 0, lines.first_granules + g] - first + begin
             start_copy(stage, base + begin, rows, target, end - begin, sem, dynamic=dynamic)
 
-        return copied + jnp.maximum(end - begin, 0)
+        return jnp.maximum(end - begin, 0)
 
-    begin, end = table[0, 0, lines.begins + q], table[0, 0, lines.ends + q]
-    return jax.lax.fori_loop(begin, end, window, 0)
+    return each_window(table, lines, q, act)
 
 
 def write_seams(seams, pending, stage, rows, sems, *, chunk, dynamic):
