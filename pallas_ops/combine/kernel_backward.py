@@ -32,7 +32,6 @@ from pallas_ops.permute.kernel_parts import (
     dot,
     each_window,
     next_slot,
-    part_rows,
     select_part,
     stage_granules,
     start_copy,
@@ -44,6 +43,10 @@ from pallas_ops.routing.blocks import GRANULE
 
 _HALVES = 2
 """Chunks of fetched rows: the one at work and the next."""
+_PIECE = 256
+"""Rows that are multiplied, chosen and built as one."""
+_FEW = 32
+"""Rows that are chosen at once: few enough that products find free registers meanwhile."""
 
 
 def combine_backward_windows(
@@ -87,7 +90,7 @@ def combine_backward_windows(
     tables = [
         pl.BlockSpec((1, 1, lines.width), at, memory_space=pltpu.SMEM) for at in (here, after)
     ]
-    by_choice = [pl.BlockSpec((1, top_k, block), at) for at in (here, after)]
+    by_choice = pl.BlockSpec((1, top_k, block), here)
     granules = chunk // GRANULE
     drows, dweights = pl.pallas_call(
         functools.partial(_kernel, lines=lines, chunk=chunk, dynamic=interpret is not True),
@@ -95,12 +98,12 @@ def combine_backward_windows(
         in_specs=[
             *tables,
             pl.BlockSpec((2, num_groups), lambda b: (0, 0), memory_space=pltpu.SMEM),
-            *by_choice,
-            *by_choice,
+            by_choice,
+            by_choice,
             pl.BlockSpec((block, width), lambda b: (b, 0)),
             pl.BlockSpec(memory_space=pltpu.ANY),
         ],
-        out_specs=[pl.BlockSpec(memory_space=pltpu.ANY), by_choice[0]],
+        out_specs=[pl.BlockSpec(memory_space=pltpu.ANY), by_choice],
         out_shape=[
             jax.ShapeDtypeStruct(rows.shape, rows.dtype),
             jax.ShapeDtypeStruct(slots.shape, jnp.float32),
@@ -108,8 +111,8 @@ def combine_backward_windows(
         scratch_shapes=[
             pltpu.VMEM((stage_granules(chunk, num_groups), GRANULE, width), rows.dtype),
             pltpu.VMEM((_HALVES * granules, GRANULE, width), rows.dtype),
-            pltpu.VMEM((2, chunk, block), dout.dtype),
-            pltpu.VMEM((2, chunk, V6E.num_lanes), jnp.float32),
+            pltpu.VMEM((chunk, block), dout.dtype),
+            pltpu.VMEM((chunk, V6E.num_lanes), jnp.float32),
             pltpu.VMEM((chunk, block), jnp.float32),
             pltpu.VMEM((top_k, GRANULE, block), jnp.float32),
             pltpu.SMEM((SLOTS + 1,), jnp.int32),
@@ -129,7 +132,7 @@ def combine_backward_windows(
         ),
         interpret=interpret,
         name="combine_backward",
-    )(table, table, seam_table(bounds), slots, slots, wide, wide, dout, rows)
+    )(table, table, seam_table(bounds), slots, wide, dout, rows)
     dweights = dweights.transpose(0, 2, 1).reshape(-1, top_k)[:num_tokens]
     return drows.reshape(-1, width)[:num_rows], dweights.astype(weights.dtype)
 
@@ -139,9 +142,7 @@ def _kernel(
     next_table,
     seams,
     slots,
-    next_slots,
     weights,
-    next_weights,
     dout,
     rows,
     drows,
@@ -163,8 +164,7 @@ def _kernel(
 ):
     b, num_blocks = pl.program_id(0), pl.num_programs(0)
     num_chunks = table[0, 0, lines.used]
-    granules, num_parts = chunk // GRANULE, chunk // PART
-    now, then = 0, 1
+    tiles = columns(dout.shape[1])
 
     def fetch(source, q, half):
         arriving[half] = _fetch(
@@ -178,18 +178,10 @@ def _kernel(
         arriving[_HALVES] = 0
         fetch(table, 0, 0)
 
-        @pl.loop(0, num_parts)
-        def _(part):
-            select_part(take.at[now], slots[0], 0, part)
-            _scale_part(scale.at[now], slots[0], weights[0], 0, part)
-
     sums[...] = jnp.zeros_like(sums)
 
     def one_chunk(q, carry):
         at_end = q + 1 == num_chunks
-        following = jnp.where(at_end, next_slots[0], slots[0])
-        its_weights = jnp.where(at_end, next_weights[0], weights[0])
-        first = jnp.where(at_end, 0, (q + 1) * chunk)
         half = arriving[_HALVES]
         arriving[_HALVES] = 1 - half
 
@@ -203,28 +195,37 @@ def _kernel(
 
         slot = next_slot(pending, stage, drows, sems, dynamic=dynamic)
         wait_copies(arriving[half], rows, fetched, fetch_sems.at[half], dynamic=dynamic)
-        tiles = columns(dout.shape[1])
 
-        def parts(n):
-            return (p for p in range(num_parts) if p * len(tiles) // num_parts == n)
+        def granules_of(own, first_row):
+            return pl.ds(first_row // GRANULE + own.start // GRANULE, own.size // GRANULE)
 
-        # Parts come between products in program order, so that both kinds of units have work.
-        for n, cols in enumerate(tiles):
-            chosen = fetched[pl.ds(half * granules, granules), :, cols].reshape(chunk, -1)
-            product = dot(chosen, dout[:, cols], transpose=True)
-            gram[...] = product if n == 0 else gram[...] + product
-            for part in parts(n):
-                select_part(take.at[then], following, first, part)
-                _scale_part(scale.at[then], following, its_weights, first, part)
-        for n, cols in enumerate(tiles):
-            built = dot(take[now], dout[:, cols])
-            factor = jnp.concatenate([scale[now]] * (built.shape[1] // V6E.num_lanes), axis=1)
-            built = (built * factor).astype(stage.dtype)
-            stage[pl.ds(slot * granules, granules), :, cols] = built.reshape(granules, GRANULE, -1)
-            for part in parts(n):
-                _sum_part(sums, gram, slots[0], q * chunk, part)
-        take[now] = take[then]
-        scale[now] = scale[then]
+        def multiply(own):
+            for n, cols in enumerate(tiles):
+                chosen = fetched[granules_of(own, half * chunk), :, cols].reshape(own.size, -1)
+                product = dot(chosen, dout[:, cols], transpose=True)
+                gram[own] = product if n == 0 else gram[own] + product
+
+        def choose(own):
+            for part in range(own.start // PART, (own.start + own.size) // PART):
+                select_part(take, slots[0], q * chunk, part)
+            for at in range(own.start, own.start + own.size, _FEW):
+                _choose_few(scale, sums, gram, slots[0], weights[0], q * chunk, at)
+
+        def build(own):
+            for cols in tiles:
+                built = dot(take[own], dout[:, cols])
+                factor = jnp.concatenate([scale[own]] * (built.shape[1] // V6E.num_lanes), axis=1)
+                built = (built * factor).astype(stage.dtype).reshape(-1, GRANULE, built.shape[1])
+                stage[granules_of(own, slot * chunk), :, cols] = built
+
+        # Matrix units multiply one piece while vector units choose from the one before.
+        pieces = [pl.ds(at, min(_PIECE, chunk - at)) for at in range(0, chunk, _PIECE)]
+        multiply(pieces[0])
+        for own, after in zip(pieces, [*pieces[1:], None], strict=True):
+            if after is not None:
+                multiply(after)
+            choose(own)
+            build(own)
         pending[slot] = write_windows(
             table, lines, q, slot, chunk, stage, drows, sems.at[slot], dynamic=dynamic
         )
@@ -238,23 +239,20 @@ def _kernel(
         write_seams(seams, pending, stage, drows, sems, chunk=chunk, dynamic=dynamic)
 
 
-def _scale_part(scale, slots, weights, first, part):
-    """scale[r] = the weight of the slot whose buffer row is first + r, in every lane."""
-    row = part_rows(slots, first, part)
+def _choose_few(scale, sums, gram, slots, weights, first, at):
+    """For _FEW rows r from `at` of the chunk that begins at buffer row `first`: scale[r] = weight
+    of the slot whose row it is; to sums[k, :, c] the element of gram that slot (c, k) wants."""
+    own = pl.ds(at, _FEW)
+    row = first + at + jax.lax.broadcasted_iota(jnp.int32, (_FEW, gram.shape[1]), 0)
+    products = gram[own]
     found = jnp.zeros(row.shape, jnp.float32)
     for k in range(slots.shape[0]):
-        found = jnp.where(slots[k : k + 1] == row, weights[k : k + 1], found)
-    total = jnp.sum(found, axis=1, keepdims=True)
-    scale[pl.ds(part * PART, PART)] = jnp.broadcast_to(total, (PART, scale.shape[1]))
-
-
-def _sum_part(sums, gram, slots, first, part):
-    """Adds to sums[k, :, c] the element of gram that slot (c, k) wants, if it is in this part."""
-    row = part_rows(slots, first, part)
-    product = gram[pl.ds(part * PART, PART)]
-    for k in range(slots.shape[0]):
-        wanted = jnp.where(slots[k : k + 1] == row, product, 0.0)
+        mine = slots[k : k + 1] == row
+        found = jnp.where(mine, weights[k : k + 1], found)
+        wanted = jnp.where(mine, products, 0.0)
         sums[k] += jnp.sum(wanted.reshape(-1, *sums.shape[1:]), axis=0)
+    total = jnp.sum(found, axis=1, keepdims=True)
+    scale[own] = jnp.broadcast_to(total, (_FEW, scale.shape[1]))
 
 
 def _fetch(table, lines, q, half, chunk, rows, fetched, sem, dynamic):

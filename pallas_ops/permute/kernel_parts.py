@@ -58,12 +58,6 @@ def select_part(take, slots, first, part) -> None:
     take[pl.ds(part * PART, PART)] = found
 
 
-def part_rows(slots, first, part):
-    """[PART, C] numbers of the buffer rows of one part of the chunk that begins at row `first`."""
-    row = jax.lax.broadcasted_iota(jnp.int32, (PART, slots.shape[1]), 0)
-    return first + part * PART + row
-
-
 def columns(width: int) -> list[slice]:
     """Column tiles as wide as the matrix unit."""
     tile = V6E.mxu_width
