@@ -145,12 +145,12 @@ def _backward_visits(traffic: Traffic) -> tuple[Visit, ...]:
     return (
         _visit("begin", _first(traffic)),
         *_loop("fetch a window of the first chunk", traffic.chunk_windows),
-        _visit("select a part of the first chunk", CHUNK // PART),
         *_loop("chunk", traffic.chunks),
         _visit("fetch the next chunk", inner / traffic.chunks),
         *_loop("fetch a window", traffic.chunk_windows),
         _visit("fetch the next block", ~_last(traffic) / traffic.chunks),
-        *_loop("fetch a window of the next block", traffic.chunk_windows),
+        _visit("if it has windows", 1),
+        _visit("fetch a window of the next block", traffic.chunk_windows),
         *_loop("write a window", traffic.chunk_windows),
         *_seam_visits(traffic),
     )
