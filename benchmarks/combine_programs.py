@@ -51,7 +51,7 @@ def programs() -> dict[str, Program]:
     """By name: the four kernels, what XLA makes of the same sums, and the tables."""
     from pallas_ops.combine import kernel as combine
     from pallas_ops.permute import kernel as permute
-    from pallas_ops.routing import windows
+    from pallas_ops.routing import kernel as routing
 
     t, k, experts = SHAPE.num_tokens, SHAPE.top_k, SHAPE.num_experts
     tokens, rows = (((n, SHAPE.width), "bfloat16") for n in (t, t * k))
@@ -78,7 +78,7 @@ def programs() -> dict[str, Program]:
         "permute, XLA": Program(permute.permute, (tokens, *plan)),
         "permute backward, XLA": Program(permute.unpermute, (rows, *plan)),
         "window tables": Program(
-            windows.routing_windows, (slots,), {"num_experts": experts, "block": BLOCK}
+            routing.window_tables, (slots,), {"num_experts": experts, "block": BLOCK}
         ),
     }
 

@@ -174,14 +174,14 @@ def _routing_windows(
 @_routing_windows.register_kernel("xla")
 def _(expert_ids, num_experts, block, sharding):
     from pallas_ops import bridge
-    from pallas_ops.routing import windows
+    from pallas_ops.routing import kernel
 
     static, layout = {"num_experts": num_experts, "block": block}, decode(sharding)
     if layout is None:
-        return bridge.call(windows.routing_windows, (expert_ids,), static=static)
+        return bridge.call(kernel.window_tables, (expert_ids,), static=static)
     rows = layout.row_spec(2)
     return bridge.call(
-        windows.routing_windows,
+        kernel.window_tables,
         (expert_ids,),
         static=static,
         sharding=layout,

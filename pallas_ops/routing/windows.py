@@ -60,9 +60,7 @@ class Windows(NamedTuple):
     many, neighbours in both."""
 
 
-def routing_windows(
-    expert_ids: jax.Array, *, num_experts: int, block: int = BLOCK, interpret: bool = False
-) -> Windows:
+def routing_windows(expert_ids: jax.Array, *, num_experts: int, block: int = BLOCK) -> Windows:
     """expert_ids int32 [T, K] -> Windows. T and K may be any; ids may repeat inside a token."""
     num_tokens, top_k = expert_ids.shape
     num_blocks = -(-num_tokens // block)

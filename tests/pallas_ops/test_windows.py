@@ -58,11 +58,11 @@ CASES = {
 }
 
 
-compiled = jax.jit(routing_windows, static_argnames=("num_experts", "block", "interpret"))
+compiled = jax.jit(routing_windows, static_argnames=("num_experts", "block"))
 
 
 def tables(ids, num_experts, block):
-    made = compiled(ids, num_experts=num_experts, block=block, interpret=True)
+    made = compiled(ids, num_experts=num_experts, block=block)
     return Windows(*map(np.asarray, made))
 
 
