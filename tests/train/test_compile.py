@@ -161,5 +161,8 @@ def test_a_tiny_step_compiles_for_eight_chips(tmp_path):
     # runs of that layer in one place and merges them.
     assert kinds["kernel gmm"] == 5 * 2 * 3 + 1 * 2 * 2
     assert kinds["kernel tgmm"] == 6 * 2
-    assert "sort" not in kinds
+    # Rows go to experts and back in kernels; gmm's metadata is gathered, the embedding scattered.
+    assert kinds["kernel permute_windows"] == kinds["kernel combine_windows"] == 5 * 2 + 1
+    assert kinds["kernel unpermute_windows"] == kinds["kernel combine_backward_windows"] == 6
+    assert "sort" not in kinds and kinds["scatter"] == 1
     assert not any("trip count" in unknown for unknown in report["unknowns"])
