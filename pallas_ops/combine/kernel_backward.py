@@ -193,8 +193,8 @@ def _kernel(
         def _fetch_first_of_next():
             fetch(next_table, 0, 1 - half)
 
-        slot = next_slot(pending, stage, drows, sems, dynamic=dynamic)
-        wait_copies(arriving[half], rows, fetched, fetch_sems.at[half], dynamic=dynamic)
+        slot = next_slot(pending, stage, sems, dynamic=dynamic)
+        wait_copies(arriving[half], fetched, fetch_sems.at[half], dynamic=dynamic)
 
         def granules_of(own, first_row):
             return pl.ds(first_row // GRANULE + own.start // GRANULE, own.size // GRANULE)

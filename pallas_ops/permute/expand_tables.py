@@ -93,6 +93,7 @@ class Layout:
 
 def layout(block: int, top_k: int, num_groups: int, chunk: int) -> Layout:
     """For chunks of `chunk` rows."""
+    assert buffer_rows(block, top_k, num_groups) < MAX_BUFFER_ROWS  # check_block allows less
     return Layout(num_groups, -(-buffer_rows(block, top_k, num_groups) // chunk))
 
 

@@ -149,7 +149,7 @@ def _kernel(
         at_end = q + 1 == num_chunks
         following = jnp.where(at_end, next_slots[0], slots[0])
         first = jnp.where(at_end, 0, (q + 1) * chunk)
-        slot = next_slot(pending, stage, rows, sems, dynamic=dynamic)
+        slot = next_slot(pending, stage, sems, dynamic=dynamic)
         tiles = columns(x.shape[1])
         for n, cols in enumerate(tiles):
             built = dot(take[...], x[:, cols]).astype(stage.dtype)

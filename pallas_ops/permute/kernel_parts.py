@@ -70,12 +70,12 @@ def dot(a, b, *, transpose=False):
     return jax.lax.dot_general(a, b, contract, preferred_element_type=jnp.float32)
 
 
-def next_slot(pending, stage, rows, sems, *, dynamic):
+def next_slot(pending, stage, sems, *, dynamic):
     """The slot to fill, once its last copies are done. `pending` [SLOTS + 1] in SMEM: granules of
     each slot that are on their way to HBM, and the slot's number."""
     slot = pending[SLOTS]
     pending[SLOTS] = jnp.where(slot == SLOTS - 1, 0, slot + 1)
-    wait_copies(pending[slot], stage, rows, sems.at[slot], dynamic=dynamic)
+    wait_copies(pending[slot], stage, sems.at[slot], dynamic=dynamic)
     pending[slot] = 0
     return slot
 
@@ -129,7 +129,7 @@ def write_seams(seams, pending, stage, rows, sems, *, chunk, dynamic):
     carried = first_carried(chunk, num_groups)
     sem = sems.at[0]
     for slot in range(SLOTS):
-        wait_copies(pending[slot], stage, rows, sems.at[slot], dynamic=dynamic)
+        wait_copies(pending[slot], stage, sems.at[slot], dynamic=dynamic)
 
     def seam(g):
         word = seams[1, g]
@@ -187,11 +187,12 @@ def start_copy(source, at, target, to, count, sem, *, dynamic) -> None:
         jax.lax.fori_loop(0, count, lambda i, carry: (copy(i, 1), carry)[1], 0)
 
 
-def wait_copies(count, source, target, sem, *, dynamic) -> None:
-    """Waits for copies of `count` granules in all, whichever."""
+def wait_copies(count, buffer, sem, *, dynamic) -> None:
+    """Waits for copies of `count` granules in all from or to `buffer`, whichever they are."""
 
     def copies(size):
-        pltpu.make_async_copy(source.at[pl.ds(0, size)], target.at[pl.ds(0, size)], sem).wait()
+        piece = buffer.at[pl.ds(0, size)]
+        pltpu.make_async_copy(piece, piece, sem).wait()
 
     if dynamic:
         pl.when(count > 0)(functools.partial(copies, count))
