@@ -20,6 +20,7 @@ from pallas_ops.routing.blocks import GRANULE, buffer_rows
 SLOTS = 2
 """Chunks in `stage`."""
 _MAX_CHUNK = 1024
+"""More rows gain nothing: a chunk's fixed cost is a tenth of it by then."""
 PART = 128
 """Rows of a chunk that one call of `select_part` decides."""
 
