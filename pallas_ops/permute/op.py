@@ -16,6 +16,9 @@ def permute(x: Tensor, plan: RoutingPlan, *, sharding: OpSharding | None = None)
     Differentiable any number of times: the gradient of `x` is the sum of a token's K rows, in fp32
     at least and rounded once.
 
+    With a plan for kernels that holds for finite values: a product selects the rows there, so -0
+    becomes 0, and a token that is not finite makes NaN of the rows of its block of tokens.
+
     Args:
         x: [T, D], any float dtype.
         plan: the routing of the same T tokens.
