@@ -87,6 +87,9 @@ class Execution:
     attention: Literal["einsum", "kernel"] = "einsum"
     """"einsum" holds all scores of a layer, [B, N, S, S]; "kernel" is `pallas_ops.attention`, which
     holds a block of them, after `pallas_ops.norm_rope`, which normalises and turns in one pass."""
+    dispatch: Literal["gather", "kernel"] = "gather"
+    """How tokens go to experts and come back: row by row, or block by block in the kernels of
+    `pallas_ops.permute` and `combine`, see `routing_plan`."""
     loop: LayerLoop = python_loop
     """Runs the layers, and the tiles of the loss."""
     recompute: Callable[[Body], Body] | None = None

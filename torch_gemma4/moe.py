@@ -25,10 +25,16 @@ class Experts(nn.Module):
         self.gate_up = unset(num_experts, 2 * width, config.hidden_size)
         self.down = unset(num_experts, width, config.hidden_size)
         self.sharding = execution.sharding
+        self.dispatch = execution.dispatch
         self.reduce_dtype = execution.precision.reduce
 
     def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
-        plan = routing_plan(expert_ids, self.down.shape[0], sharding=self.sharding)
+        plan = routing_plan(
+            expert_ids,
+            self.down.shape[0],
+            implementation=self.dispatch,
+            sharding=self.sharding,
+        )
         placed = {"reduce_dtype": self.reduce_dtype, "sharding": self.sharding}
         rows = permute(x, plan, sharding=self.sharding)  # [R, D]
         hidden = gmm(rows, self.gate_up, plan.group_sizes, transpose_rhs=True, **placed)

@@ -9,6 +9,9 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Literal
 
+import torch
+
+from pallas_ops.routing.limits import why_no_kernel
 from torch_gemma4.config import Gemma4Config
 from train.data.tokenizer import ByteTokenizer
 
@@ -204,6 +207,10 @@ class RunConfig:
     attention: Literal["kernel", "einsum"] = "kernel"
     """kernel holds a block of the scores at a time; einsum holds all of a layer's, S * S a head,
     and is quicker for short sequences on a CPU, where kernels are interpreted."""
+    dispatch: Literal["auto", "kernel", "gather"] = "auto"
+    """How tokens go to experts and come back: kernel moves blocks of bf16 rows whose width is a
+    multiple of 128, gather any rows one by one; auto takes the kernels where they can, and the plan
+    printed before the first step says which."""
     recompute: bool = False
     """Keep only layer inputs for the backward pass and run each layer again there."""
     mesh: MeshConfig = MeshConfig()
@@ -256,6 +263,24 @@ class RunConfig:
             self.data.eval_fraction,
             "no text is held out to evaluate on: give a share, or --eval.every 0",
         )
+
+        if self.dispatch == "kernel" and (reason := self._why_no_kernel()):
+            raise ValueError(f"dispatch = 'kernel': {reason}, or give --dispatch auto")
+
+    def _why_no_kernel(self) -> str | None:
+        model = self.model
+        if not model.enable_moe_block:
+            return "the model has no experts; give one that has"
+        dtype = getattr(torch, self.precision.compute)
+        return why_no_kernel(model.hidden_size, dtype, model.top_k_experts, model.num_experts)
+
+    @property
+    def dispatch_in_force(self) -> tuple[Literal["kernel", "gather"], str | None]:
+        """What `dispatch` comes to, and why auto did not take the kernels."""
+        if self.dispatch != "auto":
+            return self.dispatch, None
+        reason = self._why_no_kernel()
+        return ("kernel", None) if reason is None else ("gather", reason)
 
     def to_json(self) -> str:
         """Every field, indented; written as config.json into the run's folder."""

@@ -19,14 +19,17 @@ if TYPE_CHECKING:
     from train.mesh import DeviceMesh
 
 
-def implementations(target: str, attention: str) -> dict[str, str]:
+def implementations(
+    target: str, attention: str, dispatch: str, reason: str | None
+) -> dict[str, str]:
     """Which implementation each op of a layer takes on `target`, "cpu" or "tpu", when the config
-    chooses `attention`."""
+    chooses `attention` and comes to `dispatch`, for a `reason` if not by choice."""
     pallas = "Pallas, compiled by Mosaic" if target == "tpu" else "Pallas, interpreted as HLO"
+    gathers = "JAX, XLA gathers" + (f" ({reason.split(';')[0]})" if reason else "")
     return {
         "norm_rope, attention": pallas if attention == "kernel" else "torch, fp32 softmax",
         "routing_plan": "JAX, counting",
-        "permute, combine": "JAX, XLA gathers",
+        "permute, combine": pallas if dispatch == "kernel" else gathers,
         "gmm, tgmm": pallas,
         "gelu_gate": "torch, fused by XLA",
     }
@@ -50,7 +53,7 @@ def print_plan(config: RunConfig, mesh: DeviceMesh, console: Console) -> None:
         "a step": f"{format_flops(flops.training)} a device (forward and backward)",
         "dtypes": f"parameters float32, compute {precision.compute}, reduce {precision.reduce}",
         "layers": f"{config.layers}, {'recomputed' if config.recompute else 'activations kept'}",
-        **implementations(runtime_target(), config.attention),
+        **implementations(runtime_target(), config.attention, *config.dispatch_in_force),
     }
     for fact in facts.items():
         plan.add_row(*fact)

@@ -1,11 +1,13 @@
-"""combine and its gradient in JAX, one choice k at a time, so that no [T, K, D] intermediate
-exists."""
+"""combine and its gradient in JAX: as XLA gathers, one choice k at a time, so that no [T, K, D]
+intermediate exists; and as Pallas kernels that move blocks of rows."""
 
 from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
 
+from pallas_ops.combine import kernel_backward
+from pallas_ops.combine.kernel_reduce import reduce_rows
 from pallas_ops.permute.kernel import take_rows
 
 
@@ -47,3 +49,38 @@ def combine_backward(
         for k in range(num_choices)
     ]
     return drows.astype(rows.dtype), jnp.stack(dweights, axis=1).astype(weights.dtype)
+
+
+def combine_windows(
+    rows: jax.Array,
+    weights: jax.Array,
+    bounds: jax.Array,
+    shift: jax.Array,
+    position: jax.Array,
+    ring: jax.Array,
+    fetch: jax.Array,
+    *,
+    interpret: bool,
+) -> tuple[jax.Array]:
+    """`combine` by window tables: rows [R, D], weights [T, K] -> [T, D]."""
+    num_tokens = weights.shape[0]
+    out = reduce_rows(rows, weights, ring, fetch, num_tokens=num_tokens, interpret=interpret)
+    return (out,)
+
+
+def combine_backward_windows(
+    dout: jax.Array,
+    rows: jax.Array,
+    weights: jax.Array,
+    bounds: jax.Array,
+    shift: jax.Array,
+    position: jax.Array,
+    ring: jax.Array,
+    fetch: jax.Array,
+    *,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """`combine_backward` by window tables: dout [T, D] -> drows [R, D], dweights [T, K]."""
+    return kernel_backward.combine_backward_windows(
+        dout, rows, weights, bounds, shift, position, interpret=interpret
+    )

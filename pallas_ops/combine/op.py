@@ -5,6 +5,7 @@ from torch import Tensor
 
 from pallas_ops.checks import check_float, check_one_device, check_rank, check_row_shards
 from pallas_ops.combine import reference
+from pallas_ops.permute.op import slots
 from pallas_ops.routing.op import RoutingPlan
 from pallas_ops.sharding import OpSharding, decode, encode, num_row_shards
 
@@ -28,7 +29,8 @@ def combine(
 
     Raises:
         ValueError: wrong rank, dtype or device, weights or rows that do not belong to the plan,
-            tokens that the mesh does not divide.
+            tokens that the mesh does not divide, rows that the kernels do not take with a plan made
+            for them.
     """
     check_one_device("combine", rows=rows, weights=weights, plan=plan.row_of_slot)
     check_float("combine", rows=rows, weights=weights)
@@ -44,76 +46,73 @@ def combine(
             "pass the rows that permute made with this plan"
         )
     check_row_shards("combine", "weights", weights.shape[0], sharding)
-    return _combine(rows, weights, plan.row_of_slot, plan.slot_of_row, encode(sharding))
+    return _combine(rows, weights, plan.operands("combine", rows), encode(sharding))
 
 
 @torch.library.custom_op("pallas_ops::combine", mutates_args=(), device_types="cpu")
-def _combine(
-    rows: Tensor, weights: Tensor, row_of_slot: Tensor, slot_of_row: Tensor, sharding: str
-) -> Tensor:
+def _combine(rows: Tensor, weights: Tensor, plan: list[Tensor], sharding: str) -> Tensor:
     num_shards = num_row_shards(decode(sharding))
+    row_of_slot, _ = slots(plan, weights.shape[0], num_shards)
     return reference.combine(rows, weights, row_of_slot, num_shards=num_shards)
 
 
 @_combine.register_kernel("xla")
-def _(rows, weights, row_of_slot, slot_of_row, sharding):
+def _(rows, weights, plan, sharding):
     from pallas_ops import bridge
     from pallas_ops.combine import kernel
 
-    operands = (rows, weights, row_of_slot, slot_of_row)
-    return bridge.call_by_rows(kernel.combine, operands, decode(sharding), num_outputs=1)[0]
+    fn = kernel.combine if len(plan) == 2 else kernel.combine_windows
+    return bridge.call_by_rows(fn, (rows, weights, *plan), decode(sharding), num_outputs=1)[0]
 
 
 @_combine.register_fake
-def _(rows, weights, row_of_slot, slot_of_row, sharding):
+def _(rows, weights, plan, sharding):
     return rows.new_empty(weights.shape[0], rows.shape[1])
 
 
 @torch.library.custom_op("pallas_ops::combine_backward", mutates_args=(), device_types="cpu")
 def _combine_backward(
-    dout: Tensor,
-    rows: Tensor,
-    weights: Tensor,
-    row_of_slot: Tensor,
-    slot_of_row: Tensor,
-    sharding: str,
+    dout: Tensor, rows: Tensor, weights: Tensor, plan: list[Tensor], sharding: str
 ) -> tuple[Tensor, Tensor]:
     num_shards = num_row_shards(decode(sharding))
+    row_of_slot, _ = slots(plan, weights.shape[0], num_shards)
     return reference.combine_backward(dout, rows, weights, row_of_slot, num_shards=num_shards)
 
 
 @_combine_backward.register_kernel("xla")
-def _(dout, rows, weights, row_of_slot, slot_of_row, sharding):
+def _(dout, rows, weights, plan, sharding):
     from pallas_ops import bridge
     from pallas_ops.combine import kernel
 
-    operands = (dout, rows, weights, row_of_slot, slot_of_row)
-    return bridge.call_by_rows(kernel.combine_backward, operands, decode(sharding), num_outputs=2)
+    fn = kernel.combine_backward if len(plan) == 2 else kernel.combine_backward_windows
+    operands = (dout, rows, weights, *plan)
+    return bridge.call_by_rows(fn, operands, decode(sharding), num_outputs=2)
 
 
 @_combine_backward.register_fake
-def _(dout, rows, weights, row_of_slot, slot_of_row, sharding):
+def _(dout, rows, weights, plan, sharding):
     return rows.new_empty(rows.shape), weights.new_empty(weights.shape)
 
 
 def _combine_setup(ctx, inputs, output):
-    *tensors, ctx.sharding = inputs
-    ctx.save_for_backward(*tensors)
+    *operands, plan, ctx.sharding = inputs
+    ctx.save_for_backward(*operands, *plan)
 
 
 def _combine_vjp(ctx, dout):
-    drows, dweights = _combine_backward(dout, *ctx.saved_tensors, ctx.sharding)
-    return drows, dweights, None, None, None
+    rows, weights, *plan = ctx.saved_tensors
+    drows, dweights = _combine_backward(dout, rows, weights, plan, ctx.sharding)
+    return drows, dweights, [None] * len(plan), None
 
 
 def _combine_backward_vjp(ctx, ddrows, ddweights):
     # <ddrows, drows> + <ddweights, dweights> is bilinear in dout and (rows, weights), so its
     # gradients are combines and combine_backwards with the cotangents in the operands' places.
     dout, rows, weights, *plan = ctx.saved_tensors
-    ddout = _combine(ddrows, weights, *plan, ctx.sharding)
-    ddout = ddout + _combine(rows, ddweights, *plan, ctx.sharding)
-    drows, dweights = _combine_backward(dout, ddrows, ddweights, *plan, ctx.sharding)
-    return ddout, drows, dweights, None, None, None
+    ddout = _combine(ddrows, weights, plan, ctx.sharding)
+    ddout = ddout + _combine(rows, ddweights, plan, ctx.sharding)
+    drows, dweights = _combine_backward(dout, ddrows, ddweights, plan, ctx.sharding)
+    return ddout, drows, dweights, [None] * len(plan), None
 
 
 _combine.register_autograd(_combine_vjp, setup_context=_combine_setup)

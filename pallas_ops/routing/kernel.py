@@ -14,6 +14,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from pallas_ops.routing import windows
+
 _BLOCK = 256
 """Slots a block: the comparison inside blocks costs R * _BLOCK, the counts R * E."""
 
@@ -53,3 +55,10 @@ def routing_plan_sharded(
     E]."""
     sizes, rows, slots = routing_plan(expert_ids, num_experts=num_experts, interpret=interpret)
     return sizes[None], rows, slots
+
+
+def window_tables(
+    expert_ids: jax.Array, *, num_experts: int, block: int, interpret: bool
+) -> tuple[jax.Array, ...]:
+    """The tables of `windows.routing_windows`, on one device or inside shard_map."""
+    return tuple(windows.routing_windows(expert_ids, num_experts=num_experts, block=block))

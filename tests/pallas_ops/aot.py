@@ -38,8 +38,8 @@ class Program(NamedTuple):
 
 
 def programs() -> dict[str, Program]:
-    """Every production product, tgmm with both dtypes of its result, the branch they form, and a
-    product with one tile that no VMEM holds."""
+    """Every production product, tgmm with both dtypes of its result, the branch they form, the
+    moves of rows around it, and a product with one tile that no VMEM holds."""
     from pallas_ops.gmm import kernel as gmm
     from pallas_ops.gmm.shapes import GEMMA4_26B as GMM_SHAPES
     from pallas_ops.tgmm import kernel as tgmm
@@ -67,11 +67,41 @@ def programs() -> dict[str, Program]:
     x, gate_up, sizes = found["wi forward"].signature
     down = found["wo forward"].signature[1]
     found[BRANCH] = Program(branch, (x, gate_up, down, sizes, x), {})
+    found |= dispatch()
     k, n = 32_768, 2816
     signature = (((16, k), "bfloat16"), ((2, k, n), "bfloat16"), ((2,), "int32"))
     static = {"transpose_rhs": False, "tiles": Tiles(16, k, n)}
     found[TOO_LARGE] = Program(gmm.gmm, signature, static)
     return found
+
+
+def dispatch() -> dict[str, Program]:
+    """permute, combine and their gradients by window tables, of one chip of the 26B run."""
+    from pallas_ops.combine import kernel as combine
+    from pallas_ops.permute import kernel as permute
+    from pallas_ops.routing.blocks import BLOCK
+    from pallas_ops.routing.shapes import GEMMA4_26B
+
+    (shape,) = GEMMA4_26B
+    t, k, groups = shape.num_tokens, shape.top_k, shape.num_experts
+    blocks = t // BLOCK
+    tokens, rows = (((n, shape.width), "bfloat16") for n in (t, t * k))
+    weights = ((t, k), "float32")
+    tables = (
+        ((blocks + 1, groups), "int32"),
+        ((blocks, groups), "int32"),
+        ((t, k), "int32"),
+        ((t, k), "int32"),
+        ((blocks, 3, groups), "int32"),
+    )
+    return {
+        "permute": Program(permute.permute_windows, (tokens, *tables), {}),
+        "permute backward": Program(permute.unpermute_windows, (rows, *tables), {}),
+        "combine": Program(combine.combine_windows, (rows, weights, *tables), {}),
+        "combine backward": Program(
+            combine.combine_backward_windows, (tokens, rows, weights, *tables), {}
+        ),
+    }
 
 
 def branch(x, gate_up, down, group_sizes, dout, *, interpret):

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from torch.library import opcheck
+from torch.utils import _pytree as pytree
 
 from pallas_ops import OpSharding, combine, gmm, permute, routing_plan, tgmm
 
@@ -23,7 +24,8 @@ def sample(dtype, sharding, requires_grad=True):
 
     ids = torch.tensor([[0, 2], [2, 0], [2, 0], [0, 2]], dtype=torch.int32)
     text = "" if sharding is None else sharding.to_json()
-    sizes, *slots = routing_plan(ids, 3, sharding=sharding)
+    sizes, *slots, _ = routing_plan(ids, 3, sharding=sharding)
+    windows = OPS.routing_windows(ids, 3, 8, text)
     wide, reduce = torch.promote_types(dtype, torch.float32), torch.float32
     tables = tuple(torch.randn(4, 1, 3, dtype=wide) for _ in ("cos", "sin"))
     return {
@@ -32,16 +34,17 @@ def sample(dtype, sharding, requires_grad=True):
         "tgmm": (floats(8, 5), floats(8, 4), sizes, dtype, reduce, text),
         "tgmm wide": (floats(8, 5), floats(8, 4), sizes, wide, reduce, text),
         "routing_plan": (ids, 3, text),
-        "permute": (floats(4, 5), *slots, text),
-        "unpermute": (floats(8, 5), *slots, text),
-        "combine": (floats(8, 5), floats(4, 2, dtype=wide), *slots, text),
-        "combine_backward": (
-            floats(4, 5),
-            floats(8, 5),
-            floats(4, 2, dtype=wide),
-            *slots,
-            text,
-        ),
+        "routing_windows": (ids, 3, 8, text),
+        **{
+            f"{name}{form}": (*operands, plan, text)
+            for form, plan in {"": slots, " by windows": list(windows)}.items()
+            for name, operands in {
+                "permute": (floats(4, 5),),
+                "unpermute": (floats(8, 5),),
+                "combine": (floats(8, 5), floats(4, 2, dtype=wide)),
+                "combine_backward": (floats(4, 5), floats(8, 5), floats(4, 2, dtype=wide)),
+            }.items()
+        },
         "attention": (floats(2, 4, 2, 3), *(floats(2, 4, 1, 3) for _ in "kv"), None, 2, text),
         # Differentiable once: its own operands carry no gradient.
         "attention_backward": (
@@ -93,7 +96,7 @@ def test_outputs_are_fresh_and_repeatable(name, sharding):
     first, second = call_of(name)(*args), call_of(name)(*args)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     outputs = first if isinstance(first, tuple) else (first,)
-    tensors = [t for t in (*args, *outputs) if torch.is_tensor(t)]
+    tensors = [t for t in pytree.tree_leaves((args, outputs)) if torch.is_tensor(t)]
     assert len({t.untyped_storage().data_ptr() for t in tensors}) == len(tensors)
 
 

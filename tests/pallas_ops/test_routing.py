@@ -54,8 +54,8 @@ def test_equals_stable_argsort_over_several_blocks(shape, block):  # uzu 715
 def test_plan_of_a_skewed_batch():
     ids = zipf_ids(512, 8, 128, 1.5)
     plan = routing_plan(ids, 128)
-    torch.testing.assert_close(tuple(plan), by_argsort(ids, 128))
-    assert {tensor.dtype for tensor in plan} == {torch.int32}
+    torch.testing.assert_close(tuple(plan[:3]), by_argsort(ids, 128))
+    assert {tensor.dtype for tensor in plan[:3]} == {torch.int32}
 
 
 def test_all_to_one_expert_keeps_the_order():
@@ -85,12 +85,13 @@ def test_shards_are_planned_one_by_one():
     sharding = OpSharding(mesh=(("fsdp", 4),), row_axes=("fsdp",))
     ids = zipf_ids(64, 3, 7, 0.5)
     plan = routing_plan(ids, 7, sharding=sharding)
-    sizes, rows, slots = zip(*(routing_plan(part, 7) for part in ids.chunk(4)), strict=True)
-    torch.testing.assert_close(plan, (torch.stack(sizes), torch.cat(rows), torch.cat(slots)))
+    sizes, rows, slots = zip(*(routing_plan(part, 7)[:3] for part in ids.chunk(4)), strict=True)
+    torch.testing.assert_close(plan[:3], (torch.stack(sizes), torch.cat(rows), torch.cat(slots)))
 
 
 IDS = torch.zeros(4, 2, dtype=torch.int32)
 TWO = OpSharding(mesh=(("fsdp", 2),), row_axes=("fsdp",))
+KERNEL = {"implementation": "kernel"}
 BAD = {
     "rank": ((IDS[0], 3), {}, r"expert_ids has shape \[2\]; expected \[T, K\]"),
     "int64": ((IDS.long(), 3), {}, r"expert_ids is torch.int64; convert it by .to\(torch.int32\)"),
@@ -98,6 +99,9 @@ BAD = {
     "too large": ((IDS + 3, 3), {}, r"expert_ids span 3 to 3; ids must lie in \[0, 3\)"),
     "negative": ((IDS - 1, 3), {}, "expert_ids span -1 to -1"),
     "shards": ((IDS[:3], 3), {"sharding": TWO}, "expert_ids has 3 rows, which 2 row shards"),
+    "implementation": ((IDS, 3), {"implementation": "sort"}, "'sort'; use 'gather' or 'kernel'"),
+    "block": ((IDS, 3), KERNEL | {"block": 12}, "block is 12; it must be a positive multiple of 8"),
+    "no token": ((IDS[:0], 3), KERNEL, r"shape \[0, 2\]; kernels need a token, use impl"),
 }
 
 

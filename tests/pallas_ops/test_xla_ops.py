@@ -4,7 +4,6 @@ The CPU kernels are plain torch, held to independent references by the other tes
 In fp64 they give the exact result here, and in the op's own dtype the error to be matched.
 """
 
-import functools
 import itertools
 
 import hypothesis.strategies as st
@@ -181,7 +180,7 @@ def stable_argsort(ids, num_experts):
 
 
 def assert_sorts(ids, num_experts):
-    plan = [t.cpu() for t in routing_plan(ids.to("xla"), num_experts)]
+    plan = [t.cpu() for t in routing_plan(ids.to("xla"), num_experts)[:3]]
     torch.testing.assert_close(plan, stable_argsort(ids, num_experts), rtol=0, atol=0)
 
 
@@ -231,7 +230,7 @@ def test_permute_copies_and_its_gradient_sums(shape, dtype):
     def function(x, *slots):
         return permute(x, plan._replace(row_of_slot=slots[0], slot_of_row=slots[1]))
 
-    out, _ = compare(function, x, *plan[1:], douts=[drows], one_rounding=True)
+    out, _ = compare(function, x, *plan[1:3], douts=[drows], one_rounding=True)
     assert torch.equal(out, permute(x, plan))
 
 
@@ -239,8 +238,11 @@ def test_permute_copies_and_its_gradient_sums(shape, dtype):
 @dispatch_shapes
 def test_unpermute_sums_and_its_gradient_copies(shape, dtype):
     plan, dx, rows = dispatch_case(shape, dtype)
-    function = functools.partial(OPS.unpermute, sharding="")
-    _, drows = compare(function, rows, *plan[1:], douts=[dx], one_rounding=True)
+
+    def function(rows, *slots):
+        return OPS.unpermute(rows, list(slots), "")
+
+    _, drows = compare(function, rows, *plan[1:3], douts=[dx], one_rounding=True)
     assert torch.equal(drows, permute(dx, plan))
 
 
@@ -257,7 +259,7 @@ def test_combine(shape, dtype, weights_dtype):
     def function(rows, weights, *slots):
         return combine(rows, weights, plan._replace(row_of_slot=slots[0], slot_of_row=slots[1]))
 
-    compare(function, rows, weights, *plan[1:], douts=[dout], one_rounding=True)
+    compare(function, rows, weights, *plan[1:3], douts=[dout], one_rounding=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -266,9 +268,13 @@ def test_combine_backward(dtype):
     plan, dout, rows = dispatch_case(shape, dtype)
     weights, dweights = torch.rand(2, shape.num_tokens, shape.top_k)
     drows = torch.randn(rows.shape).to(dtype)
+
+    def function(dout, rows, weights, *slots):
+        return OPS.combine_backward(dout, rows, weights, list(slots), "")
+
     compare(
-        functools.partial(OPS.combine_backward, sharding=""),
-        *(dout, rows, weights, *plan[1:]),
+        function,
+        *(dout, rows, weights, *plan[1:3]),
         douts=[drows, dweights],
     )
 
@@ -287,5 +293,5 @@ def test_no_row():
     out, dx, dweight = compare(gmm, x, weight, sizes, douts=[torch.zeros(0, 4)])
     assert out.shape == (0, 4) and dx.shape == (0, 5) and not dweight.count_nonzero()
     plan = routing_plan(torch.zeros(0, 2, dtype=torch.int32, device="xla"), 3)
-    assert [tuple(t.shape) for t in plan] == [(3,), (0, 2), (0,)]
+    assert [tuple(t.shape) for t in plan[:3]] == [(3,), (0, 2), (0,)]
     assert plan.group_sizes.cpu().tolist() == [0, 0, 0]

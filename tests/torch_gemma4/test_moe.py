@@ -85,3 +85,17 @@ def test_dense_mlp_equals_the_definition(shape: tuple[int, ...]) -> None:
     gate, up = mlp.gate_up_proj.weight.chunk(2)
     hidden = F.gelu(x @ gate.T, approximate="tanh") * (x @ up.T)
     torch.testing.assert_close(mlp(x), hidden @ mlp.down_proj.weight.T)
+
+
+def test_a_plan_for_kernels_changes_nothing() -> None:
+    config = replace(micro(), hidden_size=128, moe_intermediate_size=WIDTH, num_experts=NUM_EXPERTS)
+    precision = Precision.uniform(torch.bfloat16)
+    by_rows = Experts(config, Execution(precision=precision)).bfloat16()
+    by_blocks = Experts(config, Execution(precision=precision, dispatch="kernel")).bfloat16()
+    with torch.no_grad():
+        for param in by_rows.parameters():
+            param.normal_(std=0.1)
+    by_blocks.load_state_dict(by_rows.state_dict())
+    _, ids, weights = routed(23, torch.float32)
+    x = torch.randn(23, 128, dtype=torch.bfloat16)
+    assert torch.equal(by_blocks(x, ids, weights), by_rows(x, ids, weights))

@@ -67,6 +67,16 @@ from train.presets import PRESETS, cpu_tiny
             lambda: _tiny(model=replace(cpu_tiny().model, vocab_size=255)),
             r"model\.vocab_size = 255: the byte tokenizer has 256 ids",
         ),
+        (
+            lambda: _tiny(dispatch="kernel"),
+            r"dispatch = 'kernel': rows are torch\.float32; convert .*--dispatch auto",
+        ),
+        (
+            lambda: _tiny(
+                dispatch="kernel", model=replace(cpu_tiny().model, enable_moe_block=False)
+            ),
+            "dispatch = 'kernel': the model has no experts; give one that has",
+        ),
     ],
 )
 def test_refusals(make, message):
@@ -85,6 +95,14 @@ def test_preset_is_named_as_its_function_and_is_json(name):
     read = json.loads(config.to_json())
     assert read["model"]["hidden_size"] == config.model.hidden_size
     assert read["optim"]["betas"] == list(config.optim.betas)
+
+
+def test_dispatch_takes_the_kernels_where_it_can():
+    reference = PRESETS["gemma4_26b_a4b"]()
+    assert reference.dispatch_in_force == ("kernel", None)
+    assert replace(reference, dispatch="gather").dispatch_in_force == ("gather", None)
+    name, reason = cpu_tiny().dispatch_in_force
+    assert name == "gather" and "float32" in reason
 
 
 def test_reference_workload():

@@ -31,7 +31,11 @@ def row_of(text, name):
 
 @pytest.mark.parametrize("target", ["cpu", "tpu"])
 def test_every_op_of_the_moe_has_an_implementation_named(target):
-    named = {op for names in implementations(target, "kernel") for op in names.split(", ")}
+    named = {
+        op
+        for names in implementations(target, "kernel", "kernel", None)
+        for op in names.split(", ")
+    }
     functions = {name for name in pallas_ops.__all__ if name.islower()}
     assert named == functions - {"split_gate_up"}  # a split is no op of its own
 
@@ -44,9 +48,16 @@ def test_what_is_in_force():
     assert row_of(text, "dtypes") == "parameters float32, compute float32, reduce float32"
     assert row_of(text, "layers") == "scan, activations kept"
     assert row_of(text, "gmm, tgmm") == "Pallas, interpreted as HLO"
-    for op, implementation in implementations("cpu", cpu_tiny().attention).items():
+    in_force = implementations("cpu", cpu_tiny().attention, *cpu_tiny().dispatch_in_force)
+    for op, implementation in in_force.items():
         assert row_of(text, op) == implementation
-    assert implementations("tpu", "kernel")["gmm, tgmm"] == "Pallas, compiled by Mosaic"
+    assert (
+        implementations("tpu", "kernel", "kernel", None)["gmm, tgmm"]
+        == "Pallas, compiled by Mosaic"
+    )
+    assert row_of(text, "permute, combine") == "JAX, XLA gathers (rows are torch.float32)"
+    by_kernel = row_of(printed(gemma4_26b_a4b()), "permute, combine")
+    assert by_kernel == "Pallas, interpreted as HLO"  # this process has no TPU
     recomputed = printed(replace(cpu_tiny(), layers="loop", recompute=True))
     assert row_of(recomputed, "layers") == "loop, recomputed"
 
