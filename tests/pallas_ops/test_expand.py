@@ -42,7 +42,7 @@ def zipf_ids(num_tokens, top_k, num_experts, skew=0.0):
 
 @functools.partial(jax.jit, static_argnames=("num_experts", "block", "chunk", "simulated"))
 def run_both(x, dout, rows, weights, ids, *, num_experts, block, chunk, simulated):
-    windows = routing_windows(ids, num_experts=num_experts, block=block, interpret=True)
+    windows = routing_windows(ids, num_experts=num_experts, block=block)
     options = {"interpret": SIMULATED if simulated else True, "chunk": chunk}
     own = windows[:3]
     return (
@@ -152,5 +152,5 @@ def test_chunks_cover_the_buffer_and_fit_vmem():
 
 @functools.partial(jax.jit, static_argnames="lines")
 def chunks_in_use(ids, lines):
-    windows = routing_windows(ids, num_experts=lines.num_groups, block=32, interpret=True)
+    windows = routing_windows(ids, num_experts=lines.num_groups, block=32)
     return block_table(windows.bounds, windows.shift, lines, PART)[:, 0, lines.used]
