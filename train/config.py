@@ -10,16 +10,10 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 from torch_gemma4.config import Gemma4Config
+from train.data.config import DataConfig
 from train.data.tokenizer import ByteTokenizer
-
-
-def _require(holds: bool, name: str, value: object, remedy: str) -> None:
-    if not holds:
-        raise ValueError(f"{name} = {value!r}: {remedy}")
-
-
-def _require_at_least(least: int, name: str, value: float) -> None:
-    _require(value >= least, name, value, f"give at least {least}")
+from train.validate import require as _require
+from train.validate import require_at_least as _require_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,45 +57,6 @@ class PrecisionConfig:
     """Activations, and the weights as they enter a matrix product."""
     reduce: Literal["float32", "bfloat16"] = "float32"
     """Weight gradients while they are summed over the mesh."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Text files, tokenised as bytes and packed into sequences (see `train.data`)."""
-
-    path: tuple[str, ...] = ()
-    """Files and folders to train on; none: the Python standard library's own source."""
-    pattern: tuple[str, ...] = ("*.py", "*.txt", "*.md")
-    """Names of the files to take from a folder, at any depth. A file in `path` is always taken."""
-    skip: tuple[str, ...] = ("site-packages", "dist-packages", "test", "tests", "idle_test")
-    """Names of sub-folders to leave out, besides hidden ones."""
-    max_bytes: int = 2**30
-    """Refuse more text than this: it is held in memory, one byte a token."""
-    sequence_length: int = 128
-    """S, tokens of one packed sequence."""
-    batch_size: int = 32
-    """B, sequences of one step over the whole mesh."""
-    eval_fraction: float = 0.05
-    """Share of the files held out of training, chosen by the hash of their content; 0: none."""
-    seed: int = 0
-    """Order of the sequences. Batch i depends on nothing but the text, this and i."""
-    prefetch: int = 8
-    """Batches made ahead of the step."""
-
-    def __post_init__(self) -> None:
-        _require_at_least(2, "data.sequence_length", self.sequence_length)
-        for name in ("batch_size", "prefetch", "max_bytes"):
-            _require_at_least(1, f"data.{name}", getattr(self, name))
-        _require(
-            0 <= self.eval_fraction < 1,
-            "data.eval_fraction",
-            self.eval_fraction,
-            "give a share of at least 0 and below 1",
-        )
-        _require(
-            0 <= self.seed < 2**32, "data.seed", self.seed, "give a whole number below 2 ** 32"
-        )
-        _require(len(self.pattern) > 0, "data.pattern", self.pattern, "give one, such as '*.txt'")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +122,7 @@ class SampleConfig:
         _require_at_least(0, "sample.temperature", self.temperature)
         _require(len(self.prompt) > 0, "sample.prompt", self.prompt, "give at least a character")
         try:
-            ByteTokenizer().encode(self.prompt)
+            ByteTokenizer().encode(self.prompt.encode())
         except ValueError:
             remedy = "give text that UTF-8 can say, without byte 0"
             raise ValueError(f"sample.prompt = {self.prompt!r}: {remedy}") from None
@@ -211,7 +166,7 @@ class RunConfig:
     precision: PrecisionConfig = PrecisionConfig()
     """Dtypes."""
     data: DataConfig = DataConfig()
-    """Text."""
+    """Documents."""
     optim: OptimConfig = OptimConfig()
     """Optimizer and schedule."""
     eval: EvalConfig = EvalConfig()
@@ -244,18 +199,26 @@ class RunConfig:
             self.data.sequence_length,
             f"give a multiple of model.num_loss_tiles = {self.model.num_loss_tiles}",
         )
+        by_bytes = self.data.source != "synthetic" and not self.data.tokenizer.path
         _require(
-            self.model.vocab_size >= ByteTokenizer.vocab_size,
+            self.model.vocab_size >= ByteTokenizer.vocab_size or not by_bytes,
             "model.vocab_size",
             self.model.vocab_size,
             f"the byte tokenizer has {ByteTokenizer.vocab_size} ids: give at least that",
         )
-        _require(
-            self.eval.every == 0 or self.data.eval_fraction > 0,
-            "data.eval_fraction",
-            self.data.eval_fraction,
-            "no text is held out to evaluate on: give a share, or --eval.every 0",
-        )
+        self._check_held_out()
+
+    def _check_held_out(self) -> None:
+        if self.eval.every == 0:
+            return
+        if self.data.source == "files":
+            fraction = self.data.eval_fraction
+            remedy = "no text is held out to evaluate on: give a share, or --eval.every 0"
+            _require(fraction > 0, "data.eval_fraction", fraction, remedy)
+        elif self.data.source == "huggingface":
+            name = self.data.huggingface.eval_split
+            remedy = "nothing to evaluate on: name a split, or give --eval.every 0"
+            _require(len(name) > 0, "data.huggingface.eval_split", name, remedy)
 
     def to_json(self) -> str:
         """Every field, indented; written as config.json into the run's folder."""

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from train.data.files import Document, find_files, read_documents, split
 
 from train.config import DataConfig
 from train.data import IGNORED, ByteTokenizer, PackedSequences, TextData
-from train.data.files import Document, find_files, read_documents, split
 
 TOKENIZER = ByteTokenizer()
 
