@@ -108,7 +108,7 @@ class EvalConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleConfig:
-    """Text written by the model when training ends."""
+    """Text written by the model when training ends, and before."""
 
     prompt: str = "def "
     """How it begins."""
@@ -116,9 +116,12 @@ class SampleConfig:
     """Tokens to add; 0: no sample."""
     temperature: float = 0.7
     """Of the softmax tokens are drawn from; 0 takes the likeliest."""
+    every: int = 0
+    """Steps between two samples; 0: only when training ends."""
 
     def __post_init__(self) -> None:
         _require_at_least(0, "sample.length", self.length)
+        _require_at_least(0, "sample.every", self.every)
         _require_at_least(0, "sample.temperature", self.temperature)
         _require(len(self.prompt) > 0, "sample.prompt", self.prompt, "give at least a character")
         try:
@@ -139,9 +142,15 @@ class LogConfig:
     """Steps between two printed lines where there is no terminal (metrics.jsonl has all)."""
     tensorboard: bool = True
     """Write TensorBoard scalars beside metrics.jsonl."""
+    wandb: str = ""
+    """Weights & Biases project to log to as well (pip install 'torch-gemma4[wandb]'); '': none."""
+    heat_map_every: int = 100
+    """Steps between two pictures of the load of every expert in every layer, expert_load.png; one
+    is drawn at the end, too. 0: none."""
 
     def __post_init__(self) -> None:
         _require_at_least(1, "log.every", self.every)
+        _require_at_least(0, "log.heat_map_every", self.heat_map_every)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
 from torch import Tensor
 
 from train.launch import prepare_environment, refuse_without_chips
@@ -19,17 +19,14 @@ if TYPE_CHECKING:
     from train.config import RunConfig
     from train.data import TextData
     from train.mesh import DeviceMesh
-    from train.metrics import MetricsWriter
-
-_WARM_UP_STEPS = 2
-"""Steps that may compile the training step."""
+    from train.metrics import MetricsWriter, Rates
 
 
 def run(config: RunConfig) -> Path:
     """Trains as `config` says; returns the run's folder.
 
-    Raises ValueError, before any step, for a mesh, text or folder that cannot be used; RuntimeError
-    if a later step compiles anew.
+    Raises ValueError, before any step, for a mesh, data or folder that cannot be used, and later
+    for data that cannot be; RuntimeError if a later step compiles anew.
     """
     if config.mesh.platform == "tpu":
         refuse_without_chips()
@@ -39,7 +36,7 @@ def run(config: RunConfig) -> Path:
     from train.metrics import MetricsWriter, create_run_directory
     from train.sharding import sharding_table
 
-    data = TextData.load(config.data)
+    data = TextData.load(config.data, vocab_size=config.model.vocab_size)
     # What cannot run leaves no folder behind.
     mesh = DeviceMesh(config.mesh)
     sharding_table(config.model, config.mesh)
@@ -52,8 +49,13 @@ def run(config: RunConfig) -> Path:
 
 def _train(config: RunConfig, data: TextData, mesh: DeviceMesh, metrics: MetricsWriter) -> None:
     from train.build import build_model, decays, sharded_zeros
+    from train.compile_watch import CompileWatch
+    from train.evaluate import Evaluator
+    from train.metrics import Rates, host_memory
+    from train.metrics.device_memory import DeviceMemory
     from train.optim import AdamW
     from train.plan import print_plan
+    from train.sample import Sampler
     from train.step import make_eval_step, make_logits_step, make_train_step
 
     model = build_model(config, mesh)
@@ -66,34 +68,48 @@ def _train(config: RunConfig, data: TextData, mesh: DeviceMesh, metrics: Metrics
     )
     print_plan(config, mesh, metrics.console)
 
-    metrics.print("compiling the training step: the first step takes longer than the others")
     train_step = make_train_step(model, optimizer, mesh)
-    evaluator = _Evaluator(config, data, mesh, make_eval_step(model))
-    compilations = CompileWatch()
-    batches = data.train_batches()
+    evaluator = Evaluator(config, data, mesh, make_eval_step(model))
+    sampler = None
+    if data.tokenizer is not None:
+        sampler = Sampler(config, data.tokenizer, mesh, make_logits_step(model, mesh))
+    rates, compilations = Rates.of(config), CompileWatch()
+    device_memory = DeviceMemory(config.mesh.platform, metrics.print)
+    metrics.print("compiling the training step: the first step takes longer than the others")
     pending: _Pending | None = None
     begun = time.perf_counter()
-    for step in range(1, config.steps + 1):
-        asked = time.perf_counter()
-        batch = next(batches)
-        data_wait = time.perf_counter() - asked
-        output = train_step(mesh.place_batch(batch))
-        compilations.check_step(step, batch)
-        # The row of a step is read while the next one runs: the host never holds a TPU up. A CPU
-        # has run the step by now, and read a step late its time would count for the next row.
-        if pending is not None:
-            begun = pending.log(metrics, begun)
-        pending = _Pending(step, output, data_wait, compilations.count, batch["input_ids"].size)
-        is_due = evaluator.is_due(step)
-        if is_due or step == config.steps or config.mesh.platform == "cpu":
-            begun = pending.log(metrics, begun, evaluator if is_due else dict)
-            pending = None
-        if is_due:
-            compilations.allow()
-            begun = time.perf_counter()
-    if config.sample.length:
-        metrics.print(f"compiling, then drawing {config.sample.length} tokens")
-        metrics.print(_sample(config, data, mesh, make_logits_step(model, mesh)))
+    with contextlib.closing(data.train_batches(mesh.host_rows)) as batches:
+        for step in range(1, config.steps + 1):
+            asked = time.perf_counter()
+            batch = next(batches)
+            data_wait = time.perf_counter() - asked
+            with compilations.training_step(step, batch):
+                output = train_step(mesh.place_batch(batch))
+            # The row of a step is read while the next one runs: the host never holds a TPU up. A
+            # CPU has run the step by now, and read a step late its time would count for the next
+            # row.
+            if pending is not None:
+                begun = pending.log(metrics, begun)
+            host = {
+                "data_wait_s": data_wait,
+                "trace_time_s": train_step.trace_time_s,
+                "compilations": compilations.count,
+                "compile_time_s": compilations.seconds,
+                **host_memory(),
+                **device_memory(),
+            }
+            pending = _Pending(step, output, host, rates)
+            evaluates = evaluator.is_due(step)
+            samples = sampler is not None and sampler.is_due(step)
+            if evaluates or samples or step == config.steps or config.mesh.platform == "cpu":
+                begun = pending.log(metrics, begun, evaluator if evaluates else dict)
+                pending = None
+            if samples:
+                metrics.sample(step, sampler())
+            if evaluates or samples:
+                begun = time.perf_counter()
+    if sampler is None and config.sample.length:
+        metrics.print(f"no sample: data.source = {config.data.source!r} has no text")
 
 
 @dataclass
@@ -102,9 +118,8 @@ class _Pending:
 
     step: int
     output: dict[str, Tensor]
-    data_wait_s: float
-    num_compilations: int
-    num_tokens: int
+    host: dict[str, float]
+    rates: Rates
 
     def log(
         self,
@@ -122,91 +137,8 @@ class _Pending:
         if "expert_load" in values:
             row |= expert_load_metrics(values["expert_load"])
             row["router_entropy"] = float(values["router_entropy"].mean())
-        row |= {
-            "tokens_per_s": self.num_tokens / (now - begun),
-            "step_time_s": now - begun,
-            "data_wait_s": self.data_wait_s,
-            "compilations": self.num_compilations,
-        }
+        row |= {"step_time_s": now - begun, **self.rates.metrics(now - begun), **self.host}
         metrics.log(self.step, **row, **evaluate())
+        if "expert_load" in values:
+            metrics.expert_load(self.step, values["expert_load"])
         return now
-
-
-class _Evaluator:
-    """The held-out loss, on the same batches each time, as metrics of a row."""
-
-    def __init__(self, config: RunConfig, data: TextData, mesh: DeviceMesh, eval_step) -> None:
-        self._every, self._last = config.eval.every, config.steps
-        self._mesh, self._eval_step = mesh, eval_step
-        self._batches = data.eval_batches(config.eval.batches) if self._every else []
-
-    def is_due(self, step: int) -> bool:
-        return bool(self._every) and (step % self._every == 0 or step == self._last)
-
-    def __call__(self) -> dict[str, float]:
-        from train.evaluate import evaluate
-
-        def loss_of(batch: dict[str, np.ndarray]) -> tuple[Tensor, Tensor]:
-            output = self._eval_step(self._mesh.place_batch(batch))
-            return output["loss"], output["num_valid"]
-
-        result = evaluate(loss_of, self._batches)
-        return {"eval_loss": result.loss, "eval_bits_per_byte": result.bits_per_byte}
-
-
-class CompileWatch:
-    """Counts compilations; a training step must cause none after warm-up."""
-
-    def __init__(self) -> None:
-        self._allowed: int | None = None
-        self._shapes: dict[str, tuple[int, ...]] | None = None
-
-    @property
-    def count(self) -> int:
-        """Programs compiled by this process so far."""
-        import torch_xla.debug.metrics as counters
-
-        return int(counters.counter_value("UncachedCompile") or 0)
-
-    def allow(self) -> None:
-        """Accepts what has been compiled so far, such as the evaluation step."""
-        self._allowed = self.count
-
-    def check_step(self, step: int, batch: dict[str, np.ndarray]) -> None:
-        """Call after each training step with its batch. Raises RuntimeError naming the arrays whose
-        shape changed if a step after warm-up compiled anew."""
-        shapes = {name: array.shape for name, array in batch.items()}
-        if step <= _WARM_UP_STEPS or self._allowed is None:
-            self._shapes = self._shapes or shapes
-            self.allow()
-            return
-        if self.count > self._allowed:
-            changed = [
-                f"{name} {self._shapes.get(name)} -> {shape}"
-                for name, shape in shapes.items()
-                if self._shapes.get(name) != shape
-            ]
-            cause = ", ".join(changed) or "none: a Python number became part of the program"
-            raise RuntimeError(
-                f"step {step} compiled the training step again ({self.count} compilations). "
-                f"Changed shapes: {cause}"
-            )
-
-
-def _sample(config: RunConfig, data: TextData, mesh: DeviceMesh, logits_step) -> str:
-    from train.sample import generate
-
-    def logits_of(input_ids: np.ndarray, segment_ids: np.ndarray) -> np.ndarray:
-        placed = mesh.place_batch({"input_ids": input_ids, "segment_ids": segment_ids})
-        return logits_step(**placed).cpu().float().numpy()
-
-    text = generate(
-        logits_of,
-        np.asarray(data.tokenizer.encode(config.sample.prompt)),
-        length=config.sample.length,
-        sequence_length=config.data.sequence_length,
-        batch_size=mesh.num_row_shards,
-        temperature=config.sample.temperature,
-        seed=config.seed,
-    )
-    return "sample:\n" + data.tokenizer.decode(text[0])

@@ -37,6 +37,11 @@ def learning_rate(step: Tensor, config: OptimConfig, num_steps: int) -> Tensor:
     return peak * rise * (config.min_lr_ratio + (1 - config.min_lr_ratio) * fall)
 
 
+def global_norm(tensors: list[Tensor]) -> Tensor:
+    """Joint norm, a float32 scalar; squares are summed in float32 whatever the tensors' dtype."""
+    return torch.stack([tensor.to(torch.float32).square().sum() for tensor in tensors]).sum().sqrt()
+
+
 def clip_by_global_norm(grads: list[Tensor], max_norm: float) -> Tensor:
     """Scales `grads` in place so that their joint norm is at most `max_norm`; returns the norm
     they had, a float32 scalar.
@@ -44,8 +49,7 @@ def clip_by_global_norm(grads: list[Tensor], max_norm: float) -> Tensor:
     Squares are summed, and scaled gradients rounded once, in float32 whatever the gradients' dtype.
     (torch_xla's own clip_grad_norm_ sums in the gradients' dtype.)
     """
-    squares = torch.stack([grad.to(torch.float32).square().sum() for grad in grads])
-    norm = squares.sum().sqrt()
+    norm = global_norm(grads)
     scale = (max_norm / norm.clamp(min=1e-12)).clamp(max=1.0)
     for grad in grads:
         grad.copy_(grad.to(torch.float32) * scale)

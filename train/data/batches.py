@@ -8,7 +8,7 @@ next sample, and it does not know how many hosts or chips there were.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Protocol, Self

@@ -117,6 +117,12 @@ class DataConfig:
         if self.source == "huggingface":
             self._check_stream()
 
+    @property
+    def batch_arrays(self) -> tuple[str, ...]:
+        """Names of a batch's arrays, each int32 [B, S]."""
+        names = ("input_ids", "labels", "segment_ids")
+        return (*names, "positions") if self.restart_positions else names
+
     def _check_stream(self) -> None:
         stream, size = self.huggingface, self.batch_size
         remedy = "name the data set to stream"
