@@ -23,10 +23,15 @@ setup(
         "rich>=14.0",
         "grain>=0.2.18,<0.3",
         "tensorboard>=2.20",
+        "tokenizers>=0.22",
+        "matplotlib>=3.10",
     ],
     extras_require={
         "tpu": [LIBTPU, "tpu-info"],
         "aot": [LIBTPU],
+        "datasets": ["datasets>=4,<6"],
+        "sentencepiece": ["sentencepiece>=0.2"],
+        "wandb": ["wandb>=0.20"],
         "dev": ["pytest>=9", "hypothesis>=6.100", "jaxtyping", "beartype", "ruff==0.17.6", LIBTPU],
     },
 )

@@ -1,4 +1,4 @@
-"""`python -m train [run | info | compile]`: the command line."""
+"""`python -m train [run | info | compile | tokenize]`: the command line."""
 
 import sys
 from argparse import ArgumentParser
@@ -15,6 +15,7 @@ from typing import Annotated, Literal, TypeVar
 import tyro
 
 from train.config import RunConfig
+from train.data.config import DataConfig
 from train.presets import PRESETS
 
 PresetName = Literal[tuple(PRESETS)]  # type: ignore[valid-type]
@@ -30,6 +31,7 @@ class Run:
       python -m train --preset gemma4_26b_a4b               on every host of a v6e-128 slice
       python -m train info --help                           what a run needs, without running it
       python -m train compile --help                        what a TPU's compiler says of it
+      python -m train tokenize --help                       a corpus larger than memory
 
     Progress is on the terminal, and in runs/NAME: config.json, metrics.jsonl (one object a step)
     and TensorBoard scalars. A NAME already there gets -2 behind it. Training ends with held-out
@@ -80,8 +82,27 @@ class Compile:
     config: Config
 
 
-COMMANDS = {"run": Run, "info": Info, "compile": Compile}
-Command = TypeVar("Command", Run, Info, Compile)
+@dataclass(frozen=True, kw_only=True)
+class Tokenize:
+    """Makes tokens of documents, once: files that training maps into memory, so that a corpus may be
+    larger than that, and a run starts at once wherever it goes on.
+
+      python -m train tokenize --out tokens --data.path books --data.tokenizer.path tokenizer.json
+      python -m train --data.source tokens --data.path tokens --data.tokenizer.path tokenizer.json
+
+    Documents are those of --data.source files or huggingface. A share of them
+    (--data.eval_fraction), chosen by the hash of their content, is held out.
+    """
+
+    preset: PresetName
+    """Where every other option has its default from."""
+    out: str
+    """Folder to make."""
+    data: DataConfig
+
+
+COMMANDS = {"run": Run, "info": Info, "compile": Compile, "tokenize": Tokenize}
+Command = TypeVar("Command", Run, Info, Compile, Tokenize)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -107,6 +128,10 @@ def main(arguments: Sequence[str]) -> None:
                 from train.compile.command import compile_and_report
 
                 compile_and_report(config, topology, out)
+            case Tokenize(data=data, out=out):
+                from train.data.tokenize import tokenize
+
+                tokenize(data, Path(out))
 
 
 def parse(command: type[Command], arguments: Sequence[str]) -> Command:
@@ -123,8 +148,14 @@ def parse(command: type[Command], arguments: Sequence[str]) -> Command:
         args=arguments,
         description=f"{cleandoc(command.__doc__)}\n\nPresets:\n{_preset_list()}",
         use_underscores=True,
-        default=command(preset=preset if preset in PRESETS else config.name, config=config),
+        default=_defaults(command, preset if preset in PRESETS else config.name, config),
     )
+
+
+def _defaults(command: type[Command], preset: str, config: RunConfig) -> Command:
+    if command is Tokenize:
+        return Tokenize(preset=preset, out=tyro.MISSING, data=config.data)
+    return command(preset=preset, config=config)
 
 
 def _preset_list() -> str:

@@ -125,7 +125,7 @@ class SampleConfig:
         _require_at_least(0, "sample.temperature", self.temperature)
         _require(len(self.prompt) > 0, "sample.prompt", self.prompt, "give at least a character")
         try:
-            ByteTokenizer().encode(self.prompt.encode())
+            ByteTokenizer().encode_all([self.prompt.encode()])
         except ValueError:
             remedy = "give text that UTF-8 can say, without byte 0"
             raise ValueError(f"sample.prompt = {self.prompt!r}: {remedy}") from None
@@ -143,7 +143,7 @@ class LogConfig:
     tensorboard: bool = True
     """Write TensorBoard scalars beside metrics.jsonl."""
     wandb: str = ""
-    """Weights & Biases project to log to as well (pip install 'torch-gemma4[wandb]'); '': none."""
+    """Weights & Biases project to log to as well (pip install -e '.[wandb]'); '': none."""
     heat_map_every: int = 100
     """Steps between two pictures of the load of every expert in every layer, expert_load.png; one
     is drawn at the end, too. 0: none."""

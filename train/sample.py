@@ -75,7 +75,7 @@ class Sampler:
         self._config, self._tokenizer = config, tokenizer
         self._mesh, self._logits_step = mesh, logits_step
         begin = [] if tokenizer.begin is None else [tokenizer.begin]
-        prompt = tokenizer.encode(config.sample.prompt.encode())
+        prompt = tokenizer.encode_all([config.sample.prompt.encode()])[0]
         self._prompt = np.concatenate([begin, prompt]).astype(np.int32)
 
     def is_due(self, step: int) -> bool:

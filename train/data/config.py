@@ -11,8 +11,7 @@ class TokenizerConfig:
     """Text to token ids. Without a file a token is a byte, and byte 0 ends a document."""
 
     path: str = ""
-    """A local tokenizer.json, or a SentencePiece file (*.model; pip install
-    'torch-gemma4[sentencepiece]'); none: bytes."""
+    """A local tokenizer.json, or a SentencePiece file (*.model; pip install -e '.[sentencepiece]'); none: bytes."""
     begin: str = "<bos>"
     """Token of that file put in front of every document and prompt; '': none."""
     end: str = "<eos>"
@@ -29,7 +28,7 @@ class TokenizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class HuggingFaceConfig:
-    """A data set that the datasets library streams (pip install 'torch-gemma4[datasets]').
+    """A data set that the datasets library streams (pip install -e '.[datasets]').
 
     The stream is read in `lanes`: row r of a batch comes from lane r modulo `lanes`, so hosts read
     no document twice between them, and the order is the same for any number of hosts. A resumed

@@ -91,16 +91,12 @@ def read_documents(files: Iterable[Path], config: DataConfig) -> Iterator[Docume
     for path in files:
         num_files += 1
         try:
-            content = path.read_bytes()
+            for document in _documents_of(path, config):
+                if document.text:
+                    num_documents += 1
+                    yield document
         except OSError as error:
             raise _unreadable(path, error) from error
-        documents = _of_lines(path, content, config) if path.suffix == ".jsonl" else [content]
-        for document in documents:
-            if isinstance(document, bytes):
-                document = Document(str(path), document)
-            if document.text:
-                num_documents += 1
-                yield document
     if not num_documents:
         raise ValueError(
             f"data.path: {num_files} file(s), all of them empty. Name files with text in them"
@@ -155,23 +151,29 @@ def row_document(where: str, row: Mapping[str, Any], config: DataConfig) -> Docu
     return Document(where, encoded[1], encoded[0])
 
 
-def _of_lines(path: Path, content: bytes, config: DataConfig) -> Iterator[Document]:
-    for number, line in enumerate(content.splitlines(), start=1):
-        if not line.strip():
-            continue
-        where = f"{path}:{number}"
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ValueError(
-                f"data.path: {where} is no JSON ({error}). A .jsonl file has an object a line"
-            ) from error
-        if not isinstance(row, dict):
-            raise ValueError(
-                f"data.path: {where} is {type(row).__name__}, and not an object with fields such "
-                f"as {config.text_field!r}"
-            )
-        yield row_document(f"data.path: {where}", row, config)
+def _documents_of(path: Path, config: DataConfig) -> Iterator[Document]:
+    if path.suffix != ".jsonl":
+        yield Document(f"data.path: {path}", path.read_bytes())
+        return
+    with open(path, "rb") as lines:  # one at a time: such files may be larger than memory
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield _line_document(f"data.path: {path}:{number}", line, config)
+
+
+def _line_document(where: str, line: bytes, config: DataConfig) -> Document:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(
+            f"{where} is no JSON ({error}). A .jsonl file has an object a line"
+        ) from error
+    if not isinstance(row, dict):
+        raise ValueError(
+            f"{where} is {type(row).__name__}, and not an object with fields such as "
+            f"{config.text_field!r}"
+        )
+    return row_document(where, row, config)
 
 
 def _unreadable(path: Path, error: OSError) -> ValueError:

@@ -69,7 +69,7 @@ class StreamSource:
             rows.set_epoch(epoch)
             documents = documents_of(rows, self._config, stream.split)
             empty = True
-            for ids, scored, _ in encode_documents(documents, self._tokenizer):
+            for _, ids, scored in encode_documents(documents, self._tokenizer, at_once=1):
                 empty = False
                 labels = np.where(np.arange(len(ids)) < max(scored, 1), IGNORED, ids.astype(int))
                 yield {"input_ids": ids.astype(np.int32), "labels": labels.astype(np.int32)}

@@ -24,6 +24,7 @@ from train.data.token_row import TokenRow, encode_documents, id_dtype
 from train.data.tokenizer import Tokenizer
 
 _VERSION = 1
+_SIDES = ("train", "held_out")
 
 
 class _Writer:
@@ -70,11 +71,10 @@ def write_tokens(
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        sides = {side: _Writer(partial / side, dtype) for side in ("train", "held_out")}
-        sources = _sided(documents, eval_fraction)
-        for side, document in sources:
-            for encoded in encode_documents([document], tokenizer):
-                sides[side].add(*encoded)
+        sides = {side: _Writer(partial / side, dtype) for side in _SIDES}
+        for document, ids, scored in encode_documents(documents, tokenizer):
+            side = "held_out" if document.hash < eval_fraction else "train"
+            sides[side].add(ids, scored, len(document.text))
         meta = {
             "version": _VERSION,
             "dtype": dtype.str,
@@ -95,11 +95,6 @@ def write_tokens(
             f"out = {str(folder)!r}: cannot be written ({error.strerror}). Give a place with room"
         ) from error
     return meta
-
-
-def _sided(documents: Iterable[Document], eval_fraction: float) -> Iterable[tuple[str, Document]]:
-    for document in documents:
-        yield ("held_out" if document.hash < eval_fraction else "train"), document
 
 
 def open_tokens(folder: Path, tokenizer: Tokenizer) -> tuple[TokenRow, TokenRow | None]:
@@ -129,9 +124,6 @@ def open_tokens(folder: Path, tokenizer: Tokenizer) -> tuple[TokenRow, TokenRow 
     train, held_out = rows
     assert train is not None, "write_tokens leaves no folder without training documents"
     return train, held_out
-
-
-_SIDES = ("train", "held_out")
 
 
 def _open_side(folder: Path, counts: dict[str, int], dtype: str) -> TokenRow | None:

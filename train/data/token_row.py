@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 
 import numpy as np
 
@@ -52,18 +53,29 @@ def id_dtype(vocab_size: int) -> np.dtype:
 
 
 def encode_documents(
-    documents: Iterable[Document], tokenizer: Tokenizer
-) -> Iterator[tuple[np.ndarray, int, int]]:
-    """(ids with begin and end, index of the first that carries loss, UTF-8 bytes that do) of each.
+    documents: Iterable[Document], tokenizer: Tokenizer, *, at_once: int = 256
+) -> Iterator[tuple[Document, np.ndarray, int]]:
+    """(document, ids with begin and end, index of the first id after the prompt) of each. Reads
+    `at_once` documents together, which a tokenizer may spread over cores.
 
     Raises ValueError naming the document that is not text.
     """
-    for document in documents:
+    remaining = iter(documents)
+    while chunk := list(islice(remaining, at_once)):
+        parts = [part for document in chunk for part in (document.prompt, document.text)]
         try:
-            prompt, text = (tokenizer.encode(part) for part in (document.prompt, document.text))
-        except ValueError as error:
-            raise ValueError(f"{document.where}: {error}") from error
-        yield *add_ends(tokenizer, prompt, text), len(document.text)
+            encoded = tokenizer.encode_all(parts)
+        except ValueError:
+            encoded = [ids for document in chunk for ids in _encode_named(document, tokenizer)]
+        for document, prompt, text in zip(chunk, encoded[::2], encoded[1::2], strict=True):
+            yield document, *add_ends(tokenizer, prompt, text)
+
+
+def _encode_named(document: Document, tokenizer: Tokenizer) -> list[np.ndarray]:
+    try:
+        return tokenizer.encode_all([document.prompt, document.text])
+    except ValueError as error:
+        raise ValueError(f"{document.where}: {error}") from error
 
 
 def tokenise(
@@ -74,12 +86,12 @@ def tokenise(
     dtype = id_dtype(tokenizer.vocab_size)
     pieces, ends, scored_from = [], array("q"), array("q")
     length = num_bytes = 0
-    for ids, scored, size in encode_documents(documents, tokenizer):
+    for document, ids, scored in encode_documents(documents, tokenizer):
         pieces.append(ids.astype(dtype))
         scored_from.append(length + scored)
         length += len(ids)
         ends.append(length)
-        num_bytes += size
+        num_bytes += len(document.text)
         if length >= enough:
             break
     if not pieces:

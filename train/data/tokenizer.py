@@ -24,9 +24,9 @@ class Tokenizer(Protocol):
     fingerprint: str
     """Equal for tokenizers that make the same ids."""
 
-    def encode(self, text: bytes) -> np.ndarray:
-        """Ids [length] of UTF-8 text, without begin and end. Raises ValueError for what is no
-        text."""
+    def encode_all(self, texts: list[bytes]) -> list[np.ndarray]:
+        """Unsigned ids [length] of each UTF-8 text, without begin and end. Raises ValueError for
+        what is no text."""
         ...
 
     def decode(self, ids: np.ndarray) -> str:
@@ -45,11 +45,11 @@ class ByteTokenizer:
     end = 0
     fingerprint = "bytes"
 
-    def encode(self, text: bytes) -> np.ndarray:
-        """uint8 ids [length]. Bytes go through as they are.
+    def encode_all(self, texts: list[bytes]) -> list[np.ndarray]:
+        """uint8 ids. Bytes go through as they are. Raises ValueError where a text holds byte 0."""
+        return [self._encode(text) for text in texts]
 
-        Raises ValueError where the text holds byte 0.
-        """
+    def _encode(self, text: bytes) -> np.ndarray:
         if self.end in text:
             raise ValueError(
                 f"byte 0 at offset {text.index(self.end)}: this is not text. "
@@ -87,10 +87,11 @@ class FileTokenizer:
         self.end = self._token("end", config.end)
         self.fingerprint = f"{sha256(content).hexdigest()}:{self.begin}:{self.end}"
 
-    def encode(self, text: bytes) -> np.ndarray:
-        """uint32 ids [length]. Raises ValueError for text that is not UTF-8."""
+    def encode_all(self, texts: list[bytes]) -> list[np.ndarray]:
+        """uint32 ids. Raises ValueError for text that is not UTF-8."""
         try:
-            return np.array(self._library.encode(text.decode()), dtype=np.uint32)
+            encoded = self._library.encode_all([text.decode() for text in texts])
+            return [np.array(ids, dtype=np.uint32) for ids in encoded]
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"byte {error.object[error.start]:#04x} at offset {error.start} is not UTF-8: "
@@ -126,8 +127,9 @@ class _Tokenizers:
         # Its ids may have gaps: the largest one counts.
         self.vocab_size = 1 + max(self._tokenizer.get_vocab().values())
 
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+    def encode_all(self, texts: list[str]) -> list[list[int]]:
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids)
@@ -158,8 +160,8 @@ class _SentencePiece:
             ) from error
         self.vocab_size = self._processor.vocab_size()
 
-    def encode(self, text: str) -> list[int]:
-        return self._processor.encode(text)
+    def encode_all(self, texts: list[str]) -> list[list[int]]:
+        return self._processor.encode(texts)
 
     def decode(self, ids: list[int]) -> str:
         return self._processor.decode(ids)
