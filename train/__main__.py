@@ -84,8 +84,8 @@ class Compile:
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenize:
-    """Makes tokens of documents, once: files that training maps into memory, so that a corpus may be
-    larger than that, and a run starts at once wherever it goes on.
+    """Makes tokens of documents, once: files that training maps into memory. A corpus may then be
+    larger than memory, and a run starts at once wherever it goes on.
 
       python -m train tokenize --out tokens --data.path books --data.tokenizer.path tokenizer.json
       python -m train --data.source tokens --data.path tokens --data.tokenizer.path tokenizer.json

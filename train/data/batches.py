@@ -133,12 +133,12 @@ class ShuffledSource:
     def __init__(
         self, sequences: Sequences, *, seed: int, prefetch: int, order: dict[str, Any]
     ) -> None:
-        self._sequences, self._seed, self._prefetch = sequences, seed, prefetch
+        self.sequences, self._seed, self._prefetch = sequences, seed, prefetch
         self.order = order
 
     def batches(self, first: int, batch_size: int, rows: list[int]) -> Iterator[list[Sequence]]:
         grain = import_grain()
-        samples = grain.MapDataset.source(self._sequences).shuffle(seed=self._seed).repeat(_ENDLESS)
+        samples = grain.MapDataset.source(self.sequences).shuffle(seed=self._seed).repeat(_ENDLESS)
         mine = _Mine(samples, first, batch_size, rows)
         batches = grain.MapDataset.source(mine).batch(len(rows), batch_fn=list)
         options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=self._prefetch)

@@ -11,7 +11,8 @@ class TokenizerConfig:
     """Text to token ids. Without a file a token is a byte, and byte 0 ends a document."""
 
     path: str = ""
-    """A local tokenizer.json, or a SentencePiece file (*.model; pip install -e '.[sentencepiece]'); none: bytes."""
+    """A local tokenizer.json, or a SentencePiece file (*.model; needs pip install -e
+    '.[sentencepiece]'); none: bytes."""
     begin: str = "<bos>"
     """Token of that file put in front of every document and prompt; '': none."""
     end: str = "<eos>"
