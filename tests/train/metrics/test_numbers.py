@@ -39,10 +39,12 @@ def test_the_heat_map_tells_balance_overload_and_death_apart():
     pixels, balanced = heat_map(LOAD, step=7), heat_map(np.full((3, 4), 4.0), step=7)
     assert pixels.dtype == np.uint8 and pixels.shape[2] == 3
     assert pixels.shape == balanced.shape
-    # The letters are black in both; a dead expert's cell is some hundred pixels more.
-    assert num_of(pixels, (0, 0, 0)) - num_of(balanced, (0, 0, 0)) > 3 * 400
     even = (221, 220, 219)  # the middle of matplotlib's coolwarm
-    assert num_of(balanced, even) > 12 * 400 > num_of(pixels, even) > 4 * 400
+    cell = num_of(balanced, even) / 12
+    assert cell > 400
+    assert round(num_of(pixels, even) / cell) == 6
+    # The letters are black in both.
+    assert round((num_of(pixels, (0, 0, 0)) - num_of(balanced, (0, 0, 0))) / cell) == 3
 
 
 def test_a_large_model_s_picture_has_bounded_size():
