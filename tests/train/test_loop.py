@@ -135,7 +135,8 @@ def test_torchrun_with_one_process_trains(tmp_path):
     """More than one is refused: test_launch.py."""
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node=1", "-m"]
     options = (
-        "--name launched --steps 2 --eval.every 0 --sample.length 0 --log.no_tensorboard".split()
+        "--name launched --steps 2 --eval.every 0 --sample.length 0 --log.no_tensorboard "
+        "--data.packing fit --data.restart_positions".split()
     )
     text = train(tmp_path, *options, launcher=launcher)
     assert "step 2/2" in text and "sample" not in text

@@ -71,19 +71,28 @@ class FitSequences:
 def best_fit(ends: np.ndarray, capacity: int) -> list[list[tuple[int, int]]]:
     """Pieces (start, stop) of documents that end at `ends`, in bins of at most `capacity`."""
     bins: list[list[tuple[int, int]]] = []
-    room: list[tuple[int, int]] = []  # (tokens still free, bin), sorted
+    by_room: dict[int, list[int]] = {}  # bins by the tokens still free in them
+    rooms: list[int] = []  # its keys that have a bin, sorted
     start = 0
     for end in ends.tolist():
         for first in range(start, end, capacity):
             piece = (first, min(first + capacity, end))
             size = piece[1] - piece[0]
-            found = bisect_left(room, (size, 0))
-            free, number = room.pop(found) if found < len(room) else (capacity, len(bins))
-            if number == len(bins):
+            found = bisect_left(rooms, size)
+            if found == len(rooms):
+                free, number = capacity, len(bins)
                 bins.append([])
+            else:
+                free = rooms[found]
+                number = by_room[free].pop()
+                if not by_room[free]:
+                    del rooms[found]
             bins[number].append(piece)
-            if free > size:
-                insort(room, (free - size, number))
+            room = free - size
+            if room and not by_room.setdefault(room, []):
+                insort(rooms, room)
+            if room:
+                by_room[room].append(number)
         start = end
     return bins
 
