@@ -14,6 +14,7 @@ from train.config import (
     RunConfig,
     SampleConfig,
 )
+from train.data.config import HuggingFaceConfig
 from train.presets import PRESETS, cpu_tiny
 
 
@@ -37,6 +38,16 @@ from train.presets import PRESETS, cpu_tiny
         (lambda: OptimConfig(weight_decay=-0.1), r"optim\.weight_decay = -0\.1: give at least 0"),
         (lambda: OptimConfig(min_lr_ratio=1.5), r"optim\.min_lr_ratio = 1\.5: give a share"),
         (lambda: OptimConfig(betas=(0.9, 1.0)), r"optim\.betas = \(0\.9, 1\.0\): give two decays"),
+        (lambda: LogConfig(heat_map_every=-1), r"log\.heat_map_every = -1: give at least 0"),
+        (lambda: SampleConfig(every=-1), r"sample\.every = -1: give at least 0"),
+        (
+            lambda: _tiny(
+                data=DataConfig(
+                    source="huggingface", huggingface=HuggingFaceConfig(name="x", lanes=32)
+                )
+            ),
+            r"data\.huggingface\.eval_split = '': nothing to evaluate on: .*--eval\.every 0",
+        ),
         (lambda: EvalConfig(every=-1), r"eval\.every = -1: give at least 0"),
         (lambda: EvalConfig(batches=0), r"eval\.batches = 0: give at least 1"),
         (lambda: SampleConfig(prompt=""), r"sample\.prompt = '': give at least a character"),
@@ -76,6 +87,12 @@ def test_refusals(make, message):
 
 def _tiny(**changes) -> RunConfig:
     return replace(cpu_tiny(), **changes)
+
+
+def test_a_small_vocabulary_is_enough_for_what_is_not_bytes():
+    model = replace(cpu_tiny().model, vocab_size=64)
+    data = replace(cpu_tiny().data, source="synthetic", eval_fraction=0)
+    assert replace(cpu_tiny(), model=model, data=data).model.vocab_size == 64
 
 
 @pytest.mark.parametrize("name", PRESETS)
