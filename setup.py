@@ -23,8 +23,8 @@ setup(
         "rich>=14.0",
         "grain>=0.2.18,<0.3",
         "tensorboard>=2.20",
-        "tokenizers>=0.22",
-        "matplotlib>=3.10",
+        "tokenizers>=0.22",  # reads tokenizer.json
+        "matplotlib>=3.10",  # draws the load of the experts
     ],
     extras_require={
         "tpu": [LIBTPU, "tpu-info"],
