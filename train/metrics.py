@@ -36,15 +36,17 @@ _SHOWN = (
 
 
 def create_run_directory(config: "RunConfig") -> Path:
-    """Makes log.dir/name, or name-2, name-3, ... if that is taken: nothing is ever overwritten.
-    Writes config.json into it. Raises ValueError where no folder can be made."""
+    """Makes log.dir/name, or takes the one there if the run may go on from a checkpoint; any other
+    run gets name-2, name-3, ... if that is taken: nothing is ever overwritten. Writes config.json
+    into it. Raises ValueError where no folder can be made."""
     root = Path(config.log.dir)
+    may_go_on = config.resume != "never" and config.checkpoint.is_on
     try:
         root.mkdir(parents=True, exist_ok=True)
         for number in count(1):
             directory = root / (config.name if number == 1 else f"{config.name}-{number}")
             try:
-                directory.mkdir()
+                directory.mkdir(exist_ok=may_go_on)
                 break
             except FileExistsError:
                 continue
@@ -81,18 +83,23 @@ class MetricsWriter:
         log: "LogConfig",
         *,
         num_steps: int,
+        done: int = 0,
         console: Console | None = None,
     ) -> None:
+        """Goes on after step `done`: rows of later steps, which are trained again, are dropped.
+        With 0, a file that is there is kept under another name."""
         self.console = console or Console()
         self._every = log.every
         self._num_steps = num_steps
         self._recent_step_times: deque[float] = deque(maxlen=20)
-        self._file = open(directory / "metrics.jsonl", "x", buffering=1)  # 1: by line
+        path = directory / "metrics.jsonl"
+        _drop_rows_after(done, path)
+        self._file = open(path, "a", buffering=1)  # 1: by line
         self._tensorboard = None
         if log.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._tensorboard = SummaryWriter(str(directory))
+            self._tensorboard = SummaryWriter(str(directory), purge_step=done + 1)
         self._live = (
             Live(console=self.console, transient=True) if self.console.is_terminal else None
         )
@@ -147,6 +154,20 @@ class MetricsWriter:
         # The median, so that a step that compiled does not count for the others.
         seconds = float(np.median(self._recent_step_times)) * (self._num_steps - step)
         return str(timedelta(seconds=round(seconds)))
+
+
+def _drop_rows_after(done: int, path: Path) -> None:
+    if not path.exists():
+        return
+    if done == 0:
+        free = (path.with_name(f"metrics-{number}.jsonl") for number in count(1))
+        path.rename(next(name for name in free if not name.exists()))
+        return
+    # A killed process may have left half a line at the end.
+    whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("}\n")]
+    kept = path.with_suffix(".kept")
+    kept.write_text("".join(line for line in whole if json.loads(line)["step"] <= done))
+    kept.replace(path)
 
 
 def _finite(value: float) -> float | None:

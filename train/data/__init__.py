@@ -68,7 +68,7 @@ class TextData:
             PackedSequences(held_out, length, tokenizer) if held_out else None,
         )
 
-    def train_batches(self, start: int = 0) -> Iterator[Batch]:
+    def train_batches(self, start: int = 0) -> "TrainBatches":
         """Endless batches from number `start` on. Each epoch has an order of its own; a batch may
         end one epoch and begin the next."""
         grain = _import_grain()
@@ -83,7 +83,7 @@ class TextData:
         )
         iterator = iter(batches)
         iterator.set_state({"next_index": start})
-        return iterator
+        return TrainBatches(iterator, self.config.batch_size)
 
     def eval_batches(self, num_batches: int) -> list[Batch]:
         """The first sequences of an order fixed by the seed, in batches of the training shape, as
@@ -100,6 +100,33 @@ class TextData:
             _stack([self.held_out[i] for i in order[start : start + size]], size)
             for start in range(0, len(order), size)
         ]
+
+
+class TrainBatches:
+    """Iterator over batches whose position is a number of sequences."""
+
+    def __init__(self, iterator: Iterator[Batch], batch_size: int) -> None:
+        self._iterator, self._batch_size = iterator, batch_size
+
+    def __iter__(self) -> "TrainBatches":
+        return self
+
+    def __next__(self) -> Batch:
+        return next(self._iterator)
+
+    def state_dict(self) -> dict[str, int]:
+        """Sequences handed out so far, over all epochs."""
+        return {"next_sequence": self._iterator.get_state()["next_index"] * self._batch_size}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Raises ValueError for a position inside a batch."""
+        batches, rest = divmod(state["next_sequence"], self._batch_size)
+        if rest:
+            raise ValueError(
+                f"data.batch_size = {self._batch_size}: {state['next_sequence']} sequences were "
+                "used so far, no whole number of such batches: give a divisor of that"
+            )
+        self._iterator.set_state({"next_index": batches})
 
 
 def _stack(rows: list[Batch], size: int) -> Batch:

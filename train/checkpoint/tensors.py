@@ -1,0 +1,162 @@
+"""Tensors of the mesh to files and back, by torch.distributed.checkpoint.
+
+Each host writes the shards its own devices hold, once each, and reads the parts its devices need,
+whatever the mesh was that wrote them. Checksums are taken as bytes pass, not read back.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Generator
+from contextlib import contextmanager
+from hashlib import blake2b
+from pathlib import PurePosixPath
+
+import torch.distributed.checkpoint as dist_cp
+from torch import Tensor
+from torch.distributed.checkpoint._fsspec_filesystem import (
+    FileSystem,
+    FsspecReader,
+    FsspecWriter,
+)
+from torch_xla.distributed.spmd import XLAShard
+from torch_xla.experimental.distributed_checkpoint import (
+    SPMDLoadPlanner,
+    SPMDSavePlanner,
+    _helpers,
+)
+
+from train.checkpoint.manifest import FileRecord
+from train.hosts import Hosts
+
+
+def host_copy(tensors: dict[str, Tensor]) -> dict[str, object]:
+    """The shards of this host's devices, copied to its memory: what `write` takes. Waits for the
+    devices. CPU tensors are cloned."""
+    placed = {name: tensor for name, tensor in tensors.items() if tensor.device.type == "xla"}
+    copies: dict[str, object] = _helpers._sharded_cpu_state_dict(placed)
+    for copy in copies.values():
+        if isinstance(copy, _helpers._CpuShards):
+            # Replicas of a shard (the data axis) would be written once each.
+            copy.shards = [_Shard(**vars(s)) for s in copy.shards if s.replica_id == 0]
+    return copies | {name: tensor.clone() for name, tensor in tensors.items() if name not in placed}
+
+
+def write(folder: str, copies: dict[str, object], hosts: Hosts) -> dict[str, FileRecord]:
+    """Writes what `host_copy` took into `folder`; returns what this host wrote. All hosts call it.
+    Raises OSError, or CheckpointException for one of another host."""
+    _ignore_known_warnings()
+    writer = FsspecWriter(
+        folder,
+        sync_files="://" not in folder,
+        # Importing jax's torch device makes the writer look for streams where there are none.
+        per_thread_copy_ahead=0,
+    )
+    files = writer.fs = _RecordingFiles()
+    files.init_path(folder)
+    dist_cp.save(
+        copies,
+        storage_writer=writer,
+        planner=_SavePlanner(),
+        process_group=hosts.background,
+        no_dist=hosts.count == 1,
+    )
+    return files.records
+
+
+def read(folder: str, tensors: dict[str, Tensor], hosts: Hosts) -> None:
+    """Fills `tensors`, which keep their layout on the mesh, from `folder`. All hosts call it."""
+    _ignore_known_warnings()
+    dist_cp.load(
+        dict(tensors),
+        storage_reader=FsspecReader(folder),
+        planner=SPMDLoadPlanner(),
+        process_group=hosts.background,
+        no_dist=hosts.count == 1,
+    )
+
+
+def stored_shapes(folder: str) -> dict[str, tuple[int, ...]]:
+    """Name and shape of every tensor in `folder`."""
+    metadata = FsspecReader(folder).read_metadata()
+    return {name: tuple(entry.size) for name, entry in metadata.state_dict_metadata.items()}
+
+
+class _SavePlanner(SPMDSavePlanner):
+    def set_up_planner(
+        self,
+        state_dict: dict[str, object],
+        storage_meta: object = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        super().set_up_planner(state_dict, is_coordinator)
+
+
+class _Shard(XLAShard):
+    """torch_xla's own indexes by a list, which PyTorch is about to take for positions."""
+
+    @property
+    def unpadded_data(self) -> Tensor:
+        if self.indices is Ellipsis:
+            return self.data
+        return self.data[tuple(slice(0, part.stop - part.start) for part in self.indices)]
+
+
+def _ignore_known_warnings() -> None:
+    for message in (
+        "torch.distributed is disabled, unavailable or uninitialized",  # no_dist says so on purpose
+        "TypedStorage is deprecated",  # the writer's own use
+    ):
+        warnings.filterwarnings("ignore", message)
+
+
+class _RecordingFiles(FileSystem):
+    """Files whose size and digest are known as soon as they are written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: dict[str, FileRecord] = {}
+
+    @contextmanager
+    def create_stream(self, path: str, mode: str) -> Generator[io.IOBase, None, None]:
+        with super().create_stream(path, mode) as stream:
+            if mode != "wb":
+                yield stream
+                return
+            hashing = _HashingStream(stream)
+            yield hashing  # type: ignore[misc]
+            self.records[PurePosixPath(path).name] = hashing.record()
+
+    def rename(self, path: str, new_path: str) -> None:
+        super().rename(path, new_path)
+        old, new = PurePosixPath(path).name, PurePosixPath(new_path).name
+        self.records[new] = self.records.pop(old)
+
+
+class _HashingStream:
+    """What torch.save and the writer need of a stream."""
+
+    def __init__(self, stream: io.IOBase) -> None:
+        self._stream, self._size = stream, 0
+        self._digest = blake2b(digest_size=16)
+
+    def write(self, data: bytes) -> int:
+        self._digest.update(data)
+        self._size += len(data)
+        return self._stream.write(data)
+
+    def tell(self) -> int:
+        return self._size
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def record(self) -> FileRecord:
+        return FileRecord(self._size, self._digest.hexdigest())
