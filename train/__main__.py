@@ -163,7 +163,7 @@ def _input_errors() -> Iterator[None]:
         )
         raise SystemExit(ExitCode.INTERRUPTED) from None
     except RunEnded as ended:
-        print(ended, file=sys.stderr)
+        print(*filter(None, (ended.details, ended)), sep="\n", file=sys.stderr)
         raise SystemExit(ended.exit_code) from None
     except ValueError as error:
         raised_in = Path(extract_tb(error.__traceback__)[-1].filename)

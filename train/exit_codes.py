@@ -38,6 +38,11 @@ class RunEnded(Exception):
 
     exit_code: ClassVar[ExitCode]
 
+    def __init__(self, closing_line: str, details: str = "") -> None:
+        """`details` are for the lines above it."""
+        super().__init__(closing_line)
+        self.details = details
+
 
 class DataFailure(RunEnded):
     exit_code = ExitCode.DATA_ERROR

@@ -77,7 +77,7 @@ def _train(
     console = Console()
     model, optimizer = _build(config, mesh)
     batches = data.train_batches()
-    saving = _Saving(config, hosts, directory, model, optimizer, batches, console)
+    saving = _Saving(config, mesh, hosts, directory, model, optimizer, batches, console)
     done = saving.restore()
     with (
         MetricsWriter(
@@ -156,6 +156,7 @@ class _Saving:
     def __init__(
         self,
         config: RunConfig,
+        mesh: DeviceMesh,
         hosts: Hosts,
         directory: Path,
         model: Gemma4ForCausalLM,
@@ -168,13 +169,14 @@ class _Saving:
 
         self._hosts, self._checkpointer = hosts, None
         if config.checkpoint.is_on:
-            weights = {f"model/{name}": p.data for name, p in model.named_parameters()}
+            weights = {f"model/{name}": p for name, p in model.named_parameters()}
             self._checkpointer = Checkpointer(
                 config,
                 checkpoint_address(config, hosts.gather(directory.name)[0]),
                 hosts,
                 weights | optimizer.state(),
                 batches,
+                mesh.place_whole,
                 functools.partial(console.print, soft_wrap=True, highlight=False, markup=False),
             )
 

@@ -37,7 +37,7 @@ class DataPosition(Protocol):
 class Checkpointer:
     """The checkpoints of one run.
 
-    checkpointer = Checkpointer(config, address, hosts, tensors, data, tell)
+    checkpointer = Checkpointer(config, address, hosts, tensors, data, place, tell)
     step = checkpointer.restore()             steps done: 0 without a checkpoint
     ... after each step:
     due = checkpointer.is_due(step)           all hosts must agree on it (Hosts.any)
@@ -45,7 +45,8 @@ class Checkpointer:
     checkpointer.wait()                       before the process ends
 
     `tensors` are the live ones of the run: parameters, moments, counters. They are read at `save`
-    and filled in place at `restore`. CPU random state is saved with them.
+    and filled at `restore`; `place` puts a whole CPU tensor onto the mesh. The CPU's random state
+    is saved with them; `tell` gets a line for a person.
     """
 
     def __init__(
@@ -55,10 +56,11 @@ class Checkpointer:
         hosts: Hosts,
         tensors: dict[str, Tensor],
         data: DataPosition,
+        place: Callable[[Tensor], Tensor],
         tell: Callable[[str], None],
     ) -> None:
         self._config, self._hosts, self._tensors, self._data = config, hosts, tensors, data
-        self._tell = tell
+        self._place, self._tell = place, tell
         self._store = CheckpointStore(address)
         self._saver = Saver(self._store, hosts, config.checkpoint.keep, tell)
         self._last_save = time.monotonic()
@@ -209,7 +211,7 @@ class Checkpointer:
                 f"{manifest.versions.get('torch-gemma4')}"
             )
         self._data.load_state_dict(manifest.data)
-        read(folder, tensors, self._hosts)
+        read(folder, tensors, self._hosts, self._place)
         torch.set_rng_state(rng)
         self._tell(f"going on from step {manifest.step}: {folder} ({manifest.written})")
         changes = changed_fields(manifest.config, self._config.to_dict())

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import PurePosixPath
 
+import torch
 import torch.distributed.checkpoint as dist_cp
+import torch_xla
+import torch_xla.distributed.spmd as xs
 from torch import Tensor
 from torch.distributed.checkpoint._fsspec_filesystem import (
     FileSystem,
     FsspecReader,
     FsspecWriter,
 )
-from torch_xla.distributed.spmd import XLAShard
 from torch_xla.experimental.distributed_checkpoint import (
     SPMDLoadPlanner,
     SPMDSavePlanner,
@@ -34,12 +36,13 @@ from train.hosts import Hosts
 def host_copy(tensors: dict[str, Tensor]) -> dict[str, object]:
     """The shards of this host's devices, copied to its memory: what `write` takes. Waits for the
     devices. CPU tensors are cloned."""
+    tensors = {name: tensor.detach() for name, tensor in tensors.items()}
     placed = {name: tensor for name, tensor in tensors.items() if tensor.device.type == "xla"}
     copies: dict[str, object] = _helpers._sharded_cpu_state_dict(placed)
     for copy in copies.values():
         if isinstance(copy, _helpers._CpuShards):
             # Replicas of a shard (the data axis) would be written once each.
-            copy.shards = [_Shard(**vars(s)) for s in copy.shards if s.replica_id == 0]
+            copy.shards = [shard for shard in copy.shards if shard.replica_id == 0]
     return copies | {name: tensor.clone() for name, tensor in tensors.items() if name not in placed}
 
 
@@ -58,23 +61,40 @@ def write(folder: str, copies: dict[str, object], hosts: Hosts) -> dict[str, Fil
     dist_cp.save(
         copies,
         storage_writer=writer,
-        planner=_SavePlanner(),
+        planner=SPMDSavePlanner(),
         process_group=hosts.background,
         no_dist=hosts.count == 1,
     )
     return files.records
 
 
-def read(folder: str, tensors: dict[str, Tensor], hosts: Hosts) -> None:
-    """Fills `tensors`, which keep their layout on the mesh, from `folder`. All hosts call it."""
+def read(
+    folder: str, tensors: dict[str, Tensor], hosts: Hosts, place: Callable[[Tensor], Tensor]
+) -> None:
+    """Fills `tensors` from `folder`. All hosts call it.
+
+    Those split over the mesh stay as they lie, and each shard is filled in place; others get what
+    `place` makes of a CPU tensor, which lies as the training step leaves it, so that resuming
+    compiles no program of its own. CPU tensors are filled in place.
+    """
     _ignore_known_warnings()
+    torch_xla.sync()  # a tensor still to be computed has no layout yet
+    buffers, whole = {}, []
+    for name, tensor in tensors.items():
+        if tensor.device.type != "xla" or _helpers._is_sharded_tensor(xs.wrap_if_sharded(tensor)):
+            buffers[name] = tensor.detach()
+        else:
+            buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
+            whole.append(name)
     dist_cp.load(
-        dict(tensors),
+        dict(buffers),
         storage_reader=FsspecReader(folder),
         planner=SPMDLoadPlanner(),
         process_group=hosts.background,
         no_dist=hosts.count == 1,
     )
+    for name in whole:
+        tensors[name].data = place(buffers[name])
 
 
 def stored_shapes(folder: str) -> dict[str, tuple[int, ...]]:
@@ -83,30 +103,13 @@ def stored_shapes(folder: str) -> dict[str, tuple[int, ...]]:
     return {name: tuple(entry.size) for name, entry in metadata.state_dict_metadata.items()}
 
 
-class _SavePlanner(SPMDSavePlanner):
-    def set_up_planner(
-        self,
-        state_dict: dict[str, object],
-        storage_meta: object = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        super().set_up_planner(state_dict, is_coordinator)
-
-
-class _Shard(XLAShard):
-    """torch_xla's own indexes by a list, which PyTorch is about to take for positions."""
-
-    @property
-    def unpadded_data(self) -> Tensor:
-        if self.indices is Ellipsis:
-            return self.data
-        return self.data[tuple(slice(0, part.stop - part.start) for part in self.indices)]
-
-
 def _ignore_known_warnings() -> None:
+    """Of the pinned libraries about each other, and about what is meant so."""
     for message in (
-        "torch.distributed is disabled, unavailable or uninitialized",  # no_dist says so on purpose
-        "TypedStorage is deprecated",  # the writer's own use
+        "torch.distributed is disabled, unavailable or uninitialized",
+        "The function definition for SavePlanner.set_up_planner has been updated",
+        "TypedStorage is deprecated",
+        "Using a non-tuple sequence for multidimensional indexing is deprecated",
     ):
         warnings.filterwarnings("ignore", message)
 
