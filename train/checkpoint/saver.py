@@ -7,8 +7,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
-from torch.distributed.checkpoint.api import CheckpointException
-
 from train.checkpoint.manifest import Manifest
 from train.checkpoint.store import CheckpointStore
 from train.checkpoint.tensors import write
@@ -71,8 +69,6 @@ class Saver:
         except OSError:
             logging.getLogger(__name__).debug("no answer from a failing store", exc_info=True)
             last = "and the place does not answer"
-        if isinstance(error, CheckpointException):
-            error = next(iter(error.failures.values()))[0]
         return StorageFailure(
             f"the checkpoint of step {step} could not be written to {self._store.address} "
             f"({_reason(error)}); {last}. Make room or give another --checkpoint.folder, then run "

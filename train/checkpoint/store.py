@@ -70,15 +70,22 @@ class CheckpointStore:
 
     def finish(self, step: int, manifest: Manifest) -> None:
         """Makes what was written into `begin(step)` the checkpoint of `step`."""
-        working = self._working_name(step)
-        with self._files.open(self._path(working, MARK), "wb") as mark:
-            mark.write(manifest.to_json().encode())
-            if self._is_local:
-                mark.flush()
-                os.fsync(mark.fileno())
-        if self._is_local:
-            os.rename(self._path(working), self._path(_name(step)))
-            self._sync_folder()
+        working = self._path(self._working_name(step))
+        content = manifest.to_json().encode()
+        if not self._is_local:
+            self._files.pipe_file(f"{working}/{MARK}", content)
+            return
+        with open(f"{working}/{MARK}", "wb") as mark:
+            mark.write(content)
+            mark.flush()
+            os.fsync(mark.fileno())
+        os.rename(working, self._path(_name(step)))
+        # Otherwise a power cut may undo the rename.
+        descriptor = os.open(self._root, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
     def abandon(self, step: int) -> None:
         """Removes what was written into `begin(step)`, to make room."""
@@ -161,14 +168,6 @@ class CheckpointStore:
     def _remove(self, name: str) -> None:
         if self._files.exists(self._path(name)):
             self._files.rm(self._path(name), recursive=True)
-
-    def _sync_folder(self) -> None:
-        # Otherwise a power cut may undo the rename.
-        descriptor = os.open(self._root, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
 
 
 def _name(step: int) -> str:

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import (
     FsspecReader,
     FsspecWriter,
 )
+from torch.distributed.checkpoint.api import CheckpointException
 from torch_xla.experimental.distributed_checkpoint import (
     SPMDLoadPlanner,
     SPMDSavePlanner,
@@ -48,7 +49,7 @@ def host_copy(tensors: dict[str, Tensor]) -> dict[str, object]:
 
 def write(folder: str, copies: dict[str, object], hosts: Hosts) -> dict[str, FileRecord]:
     """Writes what `host_copy` took into `folder`; returns what this host wrote. All hosts call it.
-    Raises OSError, or CheckpointException for one of another host."""
+    Raises what went wrong here, or else on another host."""
     _ignore_known_warnings()
     writer = FsspecWriter(
         folder,
@@ -58,13 +59,17 @@ def write(folder: str, copies: dict[str, object], hosts: Hosts) -> dict[str, Fil
     )
     files = writer.fs = _RecordingFiles()
     files.init_path(folder)
-    dist_cp.save(
-        copies,
-        storage_writer=writer,
-        planner=SPMDSavePlanner(),
-        process_group=hosts.background,
-        no_dist=hosts.count == 1,
-    )
+    try:
+        dist_cp.save(
+            copies,
+            storage_writer=writer,
+            planner=SPMDSavePlanner(),
+            process_group=hosts.background,
+            no_dist=hosts.count == 1,
+        )
+    except CheckpointException as error:
+        # torch.save forgets why its stream failed, and says that a position is wrong.
+        raise files.failure or next(iter(error.failures.values()))[0] from error
     return files.records
 
 
@@ -78,14 +83,12 @@ def read(
     compiles no program of its own. CPU tensors are filled in place.
     """
     _ignore_known_warnings()
-    torch_xla.sync()  # a tensor still to be computed has no layout yet
-    buffers, whole = {}, []
-    for name, tensor in tensors.items():
-        if tensor.device.type != "xla" or _helpers._is_sharded_tensor(xs.wrap_if_sharded(tensor)):
-            buffers[name] = tensor.detach()
-        else:
-            buffers[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-            whole.append(name)
+    on_mesh = [name for name, tensor in tensors.items() if tensor.device.type == "xla"]
+    if on_mesh:
+        torch_xla.sync()  # a tensor still to be computed has no layout yet
+    whole = [n for n in on_mesh if not _helpers._is_sharded_tensor(xs.wrap_if_sharded(tensors[n]))]
+    buffers = {name: tensor.detach() for name, tensor in tensors.items()}
+    buffers |= {n: torch.empty(tensors[n].shape, dtype=tensors[n].dtype) for n in whole}
     dist_cp.load(
         dict(buffers),
         storage_reader=FsspecReader(folder),
@@ -120,6 +123,7 @@ class _RecordingFiles(FileSystem):
     def __init__(self) -> None:
         super().__init__()
         self.records: dict[str, FileRecord] = {}
+        self.failure: Exception | None = None
 
     @contextmanager
     def create_stream(self, path: str, mode: str) -> Generator[io.IOBase, None, None]:
@@ -128,7 +132,10 @@ class _RecordingFiles(FileSystem):
                 yield stream
                 return
             hashing = _HashingStream(stream)
-            yield hashing  # type: ignore[misc]
+            try:
+                yield hashing  # type: ignore[misc]
+            finally:
+                self.failure = self.failure or hashing.failure
             self.records[PurePosixPath(path).name] = hashing.record()
 
     def rename(self, path: str, new_path: str) -> None:
@@ -143,11 +150,16 @@ class _HashingStream:
     def __init__(self, stream: io.IOBase) -> None:
         self._stream, self._size = stream, 0
         self._digest = blake2b(digest_size=16)
+        self.failure: Exception | None = None
 
     def write(self, data: bytes) -> int:
         self._digest.update(data)
         self._size += len(data)
-        return self._stream.write(data)
+        try:
+            return self._stream.write(data)
+        except Exception as error:
+            self.failure = error
+            raise
 
     def tell(self) -> int:
         return self._size
