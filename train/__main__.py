@@ -16,6 +16,7 @@ import tyro
 
 from train.config import RunConfig
 from train.data.config import DataConfig
+from train.exit_codes import ExitCode, RunEnded
 from train.presets import PRESETS
 
 PresetName = Literal[tuple(PRESETS)]  # type: ignore[valid-type]
@@ -34,8 +35,12 @@ class Run:
       python -m train tokenize --help                       a corpus larger than memory
 
     Progress is on the terminal, and in runs/NAME: config.json, metrics.jsonl (one object a step)
-    and TensorBoard scalars. A NAME already there gets -2 behind it. Training ends with held-out
-    loss and a text sample.
+    and TensorBoard scalars, and checkpoints: the same command goes on from the newest one.
+    Training ends with held-out loss and a text sample.
+
+    Exit codes: 0 finished, 2 unusable input, 65 data error, 74 checkpoint could not be written or
+    read, 75 preempted (SIGTERM; saved, run it again), 80 diverged, 81 out of memory, 82 hang, 130
+    Ctrl-C, 1 a defect.
     """
 
     preset: PresetName
@@ -182,8 +187,15 @@ def _input_errors() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        print("interrupted: what was logged so far is kept", file=sys.stderr)
-        raise SystemExit(130) from None
+        print(
+            "interrupted: what was logged and saved so far is kept; the same command goes on from "
+            "the last checkpoint",
+            file=sys.stderr,
+        )
+        raise SystemExit(ExitCode.INTERRUPTED) from None
+    except RunEnded as ended:
+        print(*filter(None, (ended.details, ended)), sep="\n", file=sys.stderr)
+        raise SystemExit(ended.exit_code) from None
     except ValueError as error:
         raised_in = Path(extract_tb(error.__traceback__)[-1].filename)
         ours = Path(__file__).parent.parent
@@ -191,7 +203,7 @@ def _input_errors() -> Iterator[None]:
         if not any(raised_in.is_relative_to(package) for package in packages):
             raise
         print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(ExitCode.USER_ERROR) from None
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ that return one. Every class raises ValueError naming field, value and remedy.
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch_gemma4.config import Gemma4Config
 from train.data.config import DataConfig
@@ -79,17 +79,56 @@ class OptimConfig:
     """Decoupled: the parameter shrinks by learning rate times this each step."""
     clip_norm: float = 1.0
     """Gradients are scaled down to this global norm."""
+    skip_outliers: float = 0.0
+    """An update is skipped if its gradient norm is so many standard deviations above the mean of
+    the last ones (6 is common); 0: only if it is not finite."""
+    outlier_window: int = 128
+    """How many last ones."""
+    abort_after: int = 20
+    """Updates skipped in a row after which the run ends."""
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "eps", "clip_norm"):
             value = getattr(self, name)
             _require(value > 0, f"optim.{name}", value, "give a positive number")
-        for name in ("warmup_steps", "weight_decay"):
+        for name in ("warmup_steps", "weight_decay", "skip_outliers"):
             _require_at_least(0, f"optim.{name}", getattr(self, name))
+        _require_at_least(2, "optim.outlier_window", self.outlier_window)
+        _require_at_least(1, "optim.abort_after", self.abort_after)
         ratio = self.min_lr_ratio
         _require(0 <= ratio <= 1, "optim.min_lr_ratio", ratio, "give a share between 0 and 1")
         for beta in self.betas:
             _require(0 <= beta < 1, "optim.betas", self.betas, "give two decays in [0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """What is saved, and when. A run whose folder has a checkpoint goes on from it (`resume`)."""
+
+    folder: str | None = None
+    """A folder or an address (gs://bucket/runs) that every host sees; the run's checkpoints go into
+    NAME/checkpoints in it. None: log.dir."""
+    every_minutes: float = 10
+    """Between two temporary checkpoints, of which the newest are kept; 0: none."""
+    every_steps: int = 1000
+    """Between two permanent checkpoints, which are never removed. The last step's is permanent too.
+    0 and every_minutes 0: nothing is saved at all."""
+    keep: int = 2
+    """Newest checkpoints that stay, temporary or not: the second is there in case the first is
+    damaged."""
+    start_from: str | None = None
+    """A checkpoint's folder (runs/NAME/checkpoints/step-00001000) to begin with, where the run has
+    none of its own."""
+
+    def __post_init__(self) -> None:
+        for name in ("every_minutes", "every_steps"):
+            _require_at_least(0, f"checkpoint.{name}", getattr(self, name))
+        _require_at_least(1, "checkpoint.keep", self.keep)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is saved."""
+        return self.every_minutes > 0 or self.every_steps > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +172,8 @@ class SampleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """Where metrics go. A run never writes into an existing folder: the second run of a name
-    gets `-2` behind it, and so on."""
+    """Where metrics go. Only a run that goes on, or may (`resume`), writes into an existing folder;
+    any other gets `-2` behind its name, and so on."""
 
     dir: str = "runs"
     """Folder that holds one folder a run."""
@@ -168,6 +207,12 @@ class RunConfig:
     attention: Literal["kernel", "einsum"] = "kernel"
     """kernel holds a block of the scores at a time; einsum holds all of a layer's, S * S a head,
     and is quicker for short sequences on a CPU, where kernels are interpreted."""
+    resume: Literal["auto", "required", "never"] = "auto"
+    """auto goes on from the newest whole checkpoint of this name, or begins where there is none;
+    required refuses to begin; never begins a run of its own, in a folder NAME-2."""
+    hang_minutes: float = 60
+    """The run ends, and says where it waited, when no step has ended for so long (compiling the
+    first one counts); 0: it waits for ever."""
     recompute: bool = False
     """Keep only layer inputs for the backward pass and run each layer again there."""
     mesh: MeshConfig = MeshConfig()
@@ -178,6 +223,8 @@ class RunConfig:
     """Documents."""
     optim: OptimConfig = OptimConfig()
     """Optimizer and schedule."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """What is saved."""
     eval: EvalConfig = EvalConfig()
     """Held-out loss."""
     sample: SampleConfig = SampleConfig()
@@ -189,6 +236,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _require_at_least(1, "steps", self.steps)
+        _require_at_least(0, "hang_minutes", self.hang_minutes)
         _require(
             self.name not in ("", ".", "..") and "/" not in self.name,
             "name",
@@ -215,6 +263,13 @@ class RunConfig:
             self.model.vocab_size,
             f"the byte tokenizer has {ByteTokenizer.vocab_size} ids: give at least that",
         )
+        _require(
+            self.resume != "required" or self.checkpoint.is_on,
+            "resume",
+            self.resume,
+            "nothing is saved with checkpoint.every_minutes = checkpoint.every_steps = 0: give one "
+            "of them, or --resume auto",
+        )
         self._check_held_out()
 
     def _check_held_out(self) -> None:
@@ -228,6 +283,10 @@ class RunConfig:
             name = self.data.huggingface.eval_split
             remedy = "nothing to evaluate on: name a split, or give --eval.every 0"
             _require(len(name) > 0, "data.huggingface.eval_split", name, remedy)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, as JSON can say it."""
+        return json.loads(self.to_json())
 
     def to_json(self) -> str:
         """Every field, indented; written as config.json into the run's folder."""

@@ -123,6 +123,10 @@ class DeviceMesh(MeshLayout):
         sharding = xs.ShardingSpec(self.xla_mesh, spec)
         return xm.send_cpu_data_to_device([tensor.contiguous()], self.device, sharding)[0]
 
+    def place_whole(self, tensor: Tensor) -> Tensor:
+        """A CPU tensor, whole on every device."""
+        return self.place(tensor, (None,) * tensor.ndim)
+
     def place_batch(self, batch: dict[str, np.ndarray]) -> dict[str, Tensor]:
         """Arrays [B, ...] as XLA tensors split by rows. Only this host's rows are looked at."""
         return {

@@ -56,12 +56,13 @@ def train_step(
     output.loss.backward()
     grads = list(optimizer.gradients().values())
     grad_norm = clip_by_global_norm(grads, optimizer.config.clip_norm)
-    rate = optimizer.step()
+    rate = optimizer.step(optimizer.guards.accept(grad_norm))
     _pin_state(optimizer, mesh)
     with torch.no_grad():
         parameter_norm = global_norm(list(optimizer.parameters.values()))
     metrics = {"grad_norm": grad_norm, "parameter_norm": parameter_norm, "learning_rate": rate}
     metrics |= _reported(output)
+    metrics |= optimizer.guards.metrics()
     for parameter in optimizer.parameters.values():
         parameter.grad = None
     return metrics

@@ -6,6 +6,7 @@ import html
 import importlib.util
 import json
 import math
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -39,9 +40,13 @@ class Files:
     """metrics.jsonl, one object a line, each whole as soon as it is logged, so that a killed run
     leaves a readable file; NAME.png, the last picture of a name; NAME.txt, all texts of one."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, done: int = 0) -> None:
+        """Goes on after step `done`: rows of later steps, which are trained again, are dropped.
+        With 0, a file that is there is kept under another name."""
         self._directory = directory
-        self._file = open(directory / "metrics.jsonl", "x", buffering=1)  # 1: by line
+        path = directory / "metrics.jsonl"
+        _drop_rows_after(done, path)
+        self._file = open(path, "a", buffering=1)  # 1: by line
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         # JSON has no name for what is not finite.
@@ -64,10 +69,10 @@ class Files:
 class TensorBoard:
     """Scalars under train/ and eval/, pictures and texts, as TensorBoard's event files."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, done: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(directory))
+        self._writer = SummaryWriter(str(directory), purge_step=done + 1)
 
     def scalars(self, step: int, values: dict[str, float]) -> None:
         for name, value in values.items():
@@ -118,14 +123,28 @@ def check_sinks(log: LogConfig) -> None:
         )
 
 
-def open_sinks(directory: Path, log: LogConfig) -> list[Sink]:
-    """Those that `log` asks for; files are always among them."""
-    sinks: list[Sink] = [Files(directory)]
+def open_sinks(directory: Path, log: LogConfig, done: int = 0) -> list[Sink]:
+    """Those that `log` asks for, to go on after step `done`; files are always among them."""
+    sinks: list[Sink] = [Files(directory, done)]
     if log.tensorboard:
-        sinks.append(TensorBoard(directory))
+        sinks.append(TensorBoard(directory, done))
     if log.wandb:
         sinks.append(WandB(directory, log.wandb))
     return sinks
+
+
+def _drop_rows_after(done: int, path: Path) -> None:
+    if not path.exists():
+        return
+    if done == 0:
+        free = (path.with_name(f"metrics-{number}.jsonl") for number in count(1))
+        path.rename(next(name for name in free if not name.exists()))
+        return
+    # A killed process may have left half a line at the end.
+    whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("}\n")]
+    kept = path.with_suffix(".kept")
+    kept.write_text("".join(line for line in whole if json.loads(line)["step"] <= done))
+    kept.replace(path)
 
 
 def _tag(name: str) -> str:

@@ -40,17 +40,19 @@ others are in the files."""
 
 
 def create_run_directory(config: RunConfig) -> Path:
-    """Makes log.dir/name, or name-2, name-3, ... if that is taken: nothing is ever overwritten.
-    Writes config.json into it. Raises ValueError where no folder can be made, and for a sink
-    whose package is not installed."""
+    """Makes log.dir/name, or takes the one there if the run may go on from a checkpoint; any other
+    run gets name-2, name-3, ... if that is taken: nothing is ever overwritten. Writes config.json
+    into it. Raises ValueError where no folder can be made, and for a sink whose package is not
+    installed."""
     check_sinks(config.log)
     root = Path(config.log.dir)
+    may_go_on = config.resume != "never" and config.checkpoint.is_on
     try:
         root.mkdir(parents=True, exist_ok=True)
         for number in count(1):
             directory = root / (config.name if number == 1 else f"{config.name}-{number}")
             try:
-                directory.mkdir()
+                directory.mkdir(exist_ok=may_go_on)
                 break
             except FileExistsError:
                 continue
@@ -75,12 +77,15 @@ class MetricsWriter:
         log: LogConfig,
         *,
         num_steps: int,
+        done: int = 0,
         console: Console | None = None,
     ) -> None:
+        """Goes on after step `done`: rows of later steps, which are trained again, are dropped.
+        With 0, a file that is there is kept under another name."""
         self.console = console or Console()
         self._log, self._num_steps = log, num_steps
         self._recent_step_times: deque[float] = deque(maxlen=20)
-        self._sinks = open_sinks(directory, log)
+        self._sinks = open_sinks(directory, log, done)
         self._live = (
             Live(console=self.console, transient=True) if self.console.is_terminal else None
         )

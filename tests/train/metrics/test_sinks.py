@@ -7,7 +7,6 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
-import pytest
 from matplotlib.image import imread
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -86,10 +85,27 @@ def test_without_tensorboard_there_is_one_file(tmp_path):
     assert [f.name for f in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_metrics_of_another_run_are_not_continued(tmp_path):
-    (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(FileExistsError):
-        Files(tmp_path)
+def test_metrics_of_another_run_are_kept_and_not_continued(tmp_path):
+    for number in range(3):
+        files = Files(tmp_path)
+        files.scalars(1, {"loss": number})
+        files.close()
+    kept = {path.name: json.loads(path.read_text())["loss"] for path in tmp_path.iterdir()}
+    assert kept == {"metrics-1.jsonl": 0, "metrics-2.jsonl": 1, "metrics.jsonl": 2}
+
+
+def test_a_resumed_run_drops_what_it_trains_again(tmp_path):
+    files = Files(tmp_path)
+    for step in range(1, 6):
+        files.scalars(step, {"loss": 1.0})
+    files.close()
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 6, "lo')
+    files = Files(tmp_path, done=3)
+    files.scalars(4, {"loss": 2.0})
+    files.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["loss"]) for row in rows] == [(1, 1), (2, 1), (3, 1), (4, 2)]
 
 
 def test_a_killed_run_leaves_whole_rows(tmp_path):

@@ -30,10 +30,15 @@ def plain() -> Console:
 
 
 def test_run_directory_is_never_reused(tmp_path):
-    config = config_in(tmp_path)
+    config = replace(config_in(tmp_path), resume="never")
     made = [create_run_directory(config) for _ in range(3)]
     assert [d.name for d in made] == ["cpu_tiny", "cpu_tiny-2", "cpu_tiny-3"]
     assert json.loads((made[1] / "config.json").read_text()) == json.loads(config.to_json())
+
+
+def test_run_directory_of_a_run_that_may_go_on_is_taken_again(tmp_path):
+    config = config_in(tmp_path)
+    assert create_run_directory(config) == create_run_directory(config)
 
 
 def test_run_directory_that_cannot_be_made(tmp_path):

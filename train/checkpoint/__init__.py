@@ -1,0 +1,11 @@
+"""Checkpoints: everything a run needs to go on as if it had never stopped.
+
+Parameters, both moments, counters and guards (`tensors`, by torch.distributed.checkpoint, in shards
+that any mesh can read), and checkpoint.json with step, position in the data, configuration,
+versions and checksums (`manifest`). `store` knows the folder, `saver` writes beside the training,
+`compatibility` tells which settings may change, `checkpointer` is what the loop calls.
+"""
+
+from train.checkpoint.checkpointer import Checkpointer
+
+__all__ = ["Checkpointer"]
