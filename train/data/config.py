@@ -31,10 +31,11 @@ class TokenizerConfig:
 class HuggingFaceConfig:
     """A data set that the datasets library streams (pip install -e '.[datasets]').
 
-    The stream is read in `lanes`: row r of a batch comes from lane r modulo `lanes`, so hosts read
-    no document twice between them, and the order is the same for any number of hosts. A resumed
-    run reads each lane again up to where it was, which takes as long as tokenising did; to resume
-    at once, make tokens first (python -m train tokenize) and train on those.
+    The stream is read in `lanes`: row r of a batch comes from lane r modulo `lanes`, so the order
+    is the same for any number of hosts. A lane has files of its own where there are enough of them;
+    else it reads all, and keeps its share. A resumed run reads each lane again up to where it was,
+    which takes as long as tokenising did; to resume at once, make tokens first (python -m train
+    tokenize) and train on those.
     """
 
     name: str = ""
@@ -48,7 +49,8 @@ class HuggingFaceConfig:
     data_files: tuple[str, ...] = ()
     """Files for a builder."""
     lanes: int = 64
-    """Streams read side by side. A multiple of the batch size, or a divisor of it."""
+    """Streams read side by side. A multiple of the batch size: then every host has lanes of its
+    own; or a divisor of it."""
     shuffle_buffer: int = 1000
     """Documents of a lane drawn from at random; 1: the stream's own order."""
 
@@ -131,8 +133,8 @@ class DataConfig:
             stream.lanes % size == 0 or size % stream.lanes == 0,
             "data.huggingface.lanes",
             stream.lanes,
-            f"give a multiple or a divisor of data.batch_size = {size}: each host then reads some "
-            "lanes, whole, and no others",
+            f"give a multiple or a divisor of data.batch_size = {size}, so that a row always comes "
+            "from the same lane",
         )
         require(
             self.packing == "split",
