@@ -67,11 +67,11 @@ class DataConfig:
     """files: text and .jsonl in memory. tokens: folders made by python -m train tokenize, mapped
     into memory. huggingface: a stream. synthetic: random ids, for measuring."""
     path: tuple[str, ...] = ()
-    """files: what to train on, files and folders; none: the Python standard library's own source.
-    tokens: the folder."""
+    """files: files and folders to train on; none: the Python standard library's own source. tokens:
+    the folder."""
     pattern: tuple[str, ...] = ("*.py", "*.txt", "*.md", "*.jsonl")
-    """Names of the files to take from a folder, at any depth. A file in `path` is always taken. A
-    .jsonl file holds a document a line, any other file is one."""
+    """Names of the files to take from a folder, at any depth; a file in `path` is always taken. In
+    *.jsonl every line is a document, any other file is one."""
     skip: tuple[str, ...] = ("site-packages", "dist-packages", "test", "tests", "idle_test")
     """Names of sub-folders to leave out, besides hidden ones."""
     max_bytes: int = 2**30
@@ -90,8 +90,8 @@ class DataConfig:
     """split: documents one behind the other, cut every S tokens; nothing is padded. fit: whole
     documents side by side where they fit, and padding; a prompt stays with its completion."""
     restart_positions: bool = False
-    """Rotary positions count from 0 in each document, as in Hugging Face, and not in each sequence.
-    Attention only sees differences, so this changes rounding alone, and costs tables of B * S."""
+    """Rotary positions count from 0 in each document, as in Hugging Face, and not in each sequence;
+    attention only sees differences, so this changes rounding alone, and costs tables of B * S."""
     sequence_length: int = 128
     """S, tokens of one packed sequence."""
     batch_size: int = 32

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count, islice
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,6 @@ from train.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from train.data.config import DataConfig
-
 
 _IDENTITY = ("name", "subset", "split", "lanes", "shuffle_buffer")
 
@@ -36,7 +36,8 @@ class StreamSource:
         self.order = {
             "source": config.source,
             **{f"huggingface.{name}": getattr(stream, name) for name in _IDENTITY},
-            "huggingface.data_files": list(stream.data_files),
+            # Their folder may move.
+            "huggingface.data_files": [PurePath(file).name for file in stream.data_files],
             "huggingface.num_files": self._rows.num_shards,
             "sequence_length": config.sequence_length,
             "seed": config.seed,
