@@ -89,6 +89,8 @@ class Batches:
         """Ends what reads ahead. The last call."""
         if self._iterator is not None:
             self._iterator.close()
+            # grain's closes itself once more when it goes, and cannot at the end of the process.
+            self._iterator = None
 
     def state_dict(self) -> dict[str, Any]:
         """Where the data is, as JSON: the sample that comes next, and what the order depends on."""

@@ -31,10 +31,11 @@ class TokenizerConfig:
 class HuggingFaceConfig:
     """A data set that the datasets library streams (pip install -e '.[datasets]').
 
-    The stream is read in `lanes`: row r of a batch comes from lane r modulo `lanes`, so hosts read
-    no document twice between them, and the order is the same for any number of hosts. A resumed
-    run reads each lane again up to where it was, which takes as long as tokenising did; to resume
-    at once, make tokens first (python -m train tokenize) and train on those.
+    The stream is read in `lanes`: row r of a batch comes from lane r modulo `lanes`, so the order
+    is the same for any number of hosts. A lane has files of its own where there are enough of them;
+    else it reads all, and keeps its share. A resumed run reads each lane again up to where it was,
+    which takes as long as tokenising did; to resume at once, make tokens first (python -m train
+    tokenize) and train on those.
     """
 
     name: str = ""
@@ -48,7 +49,8 @@ class HuggingFaceConfig:
     data_files: tuple[str, ...] = ()
     """Files for a builder."""
     lanes: int = 64
-    """Streams read side by side. A multiple of the batch size, or a divisor of it."""
+    """Streams read side by side. A multiple of the batch size: then every host has lanes of its
+    own; or a divisor of it."""
     shuffle_buffer: int = 1000
     """Documents of a lane drawn from at random; 1: the stream's own order."""
 
@@ -65,11 +67,11 @@ class DataConfig:
     """files: text and .jsonl in memory. tokens: folders made by python -m train tokenize, mapped
     into memory. huggingface: a stream. synthetic: random ids, for measuring."""
     path: tuple[str, ...] = ()
-    """files: what to train on, files and folders; none: the Python standard library's own source.
-    tokens: the folder."""
+    """files: files and folders to train on; none: the Python standard library's own source. tokens:
+    the folder."""
     pattern: tuple[str, ...] = ("*.py", "*.txt", "*.md", "*.jsonl")
-    """Names of the files to take from a folder, at any depth. A file in `path` is always taken. A
-    .jsonl file holds a document a line, any other file is one."""
+    """Names of the files to take from a folder, at any depth; a file in `path` is always taken. In
+    *.jsonl every line is a document, any other file is one."""
     skip: tuple[str, ...] = ("site-packages", "dist-packages", "test", "tests", "idle_test")
     """Names of sub-folders to leave out, besides hidden ones."""
     max_bytes: int = 2**30
@@ -88,8 +90,8 @@ class DataConfig:
     """split: documents one behind the other, cut every S tokens; nothing is padded. fit: whole
     documents side by side where they fit, and padding; a prompt stays with its completion."""
     restart_positions: bool = False
-    """Rotary positions count from 0 in each document, as in Hugging Face, and not in each sequence.
-    Attention only sees differences, so this changes rounding alone, and costs tables of B * S."""
+    """Rotary positions count from 0 in each document, as in Hugging Face, and not in each sequence;
+    attention only sees differences, so this changes rounding alone, and costs tables of B * S."""
     sequence_length: int = 128
     """S, tokens of one packed sequence."""
     batch_size: int = 32
@@ -131,8 +133,8 @@ class DataConfig:
             stream.lanes % size == 0 or size % stream.lanes == 0,
             "data.huggingface.lanes",
             stream.lanes,
-            f"give a multiple or a divisor of data.batch_size = {size}: each host then reads some "
-            "lanes, whole, and no others",
+            f"give a multiple or a divisor of data.batch_size = {size}, so that a row always comes "
+            "from the same lane",
         )
         require(
             self.packing == "split",

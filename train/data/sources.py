@@ -56,7 +56,9 @@ def _synthetic(config: DataConfig, vocab_size: int) -> _Sides:
 
     # Another seed's sequences: the same rule, other draws.
     held_out = sequences(config.seed + 2**32)
-    source = _shuffled(config, sequences(config.seed), {"vocab_size": vocab_size})
+    source = _shuffled(
+        config, sequences(config.seed), {"source": "synthetic", "vocab_size": vocab_size}
+    )
     return source, lambda number: HeldOut(_Chosen(held_out, range(number)), math.nan)
 
 
@@ -84,9 +86,9 @@ def _packed(
     pack = FitSequences if config.packing == "fit" else SplitSequences
     order = {
         "packing": config.packing,
-        "num_tokens": train.num_tokens,
-        "num_documents": len(train.ends),
         "tokenizer": tokenizer.fingerprint,
+        "num_tokens": train.num_tokens,
+        "digest": train.digest,
     }
     source = _shuffled(config, pack(train, length), order)
     if held_out is None:
@@ -99,8 +101,7 @@ def _packed(
 
 
 def _shuffled(config: DataConfig, sequences: Sequences, order: dict) -> ShuffledSource:
-    names = ("source", "sequence_length", "seed")
-    order = {name: getattr(config, name) for name in names} | order
+    order = {"sequence_length": config.sequence_length, "seed": config.seed} | order
     return ShuffledSource(sequences, seed=config.seed, prefetch=config.prefetch, order=order)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count, islice
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +21,6 @@ from train.data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from train.data.config import DataConfig
-
 
 _IDENTITY = ("name", "subset", "split", "lanes", "shuffle_buffer")
 
@@ -36,7 +36,9 @@ class StreamSource:
         self.order = {
             "source": config.source,
             **{f"huggingface.{name}": getattr(stream, name) for name in _IDENTITY},
-            "huggingface.data_files": list(stream.data_files),
+            # Their folder may move.
+            "huggingface.data_files": [PurePath(file).name for file in stream.data_files],
+            "huggingface.num_files": self._rows.num_shards,
             "sequence_length": config.sequence_length,
             "seed": config.seed,
             "tokenizer": tokenizer.fingerprint,
@@ -59,10 +61,8 @@ class StreamSource:
         return packed(lambda: self._documents(number), self._config.sequence_length)
 
     def _documents(self, lane: int) -> Iterator[dict[str, np.ndarray]]:
-        from datasets.distributed import split_dataset_by_node
-
         stream = self._config.huggingface
-        rows = split_dataset_by_node(self._rows, rank=lane, world_size=stream.lanes)
+        rows = _share(self._rows, lane, stream.lanes)
         if stream.shuffle_buffer > 1:
             rows = rows.shuffle(seed=self._config.seed, buffer_size=stream.shuffle_buffer)
         for epoch in count():
@@ -78,6 +78,15 @@ class StreamSource:
                     f"data.huggingface.lanes = {stream.lanes}: the data set has no document for "
                     f"lane {lane}. Give fewer lanes"
                 )
+
+
+def _share(rows: Any, lane: int, num_lanes: int) -> Any:
+    """A lane's files; where there are fewer files than lanes, one in `num_lanes` of all rows."""
+    from datasets.distributed import split_dataset_by_node
+
+    if rows.num_shards >= num_lanes:
+        return rows.shard(num_lanes, lane)
+    return split_dataset_by_node(rows, rank=lane, world_size=num_lanes)
 
 
 class _Lanes:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from train.data.documents import Document
-from train.data.token_row import TokenRow, encode_documents, id_dtype
+from train.data.token_row import TokenRow, encode_documents, id_dtype, new_digest
 from train.data.tokenizer import Tokenizer
 
 _VERSION = 1
@@ -35,16 +35,18 @@ class _Writer:
         self._folder, self._dtype = folder, dtype
         self._file = open(folder / "tokens.bin", "wb")
         self._ends, self._scored_from = array("q"), array("q")
+        self._digest = new_digest()
         self.num_tokens = self.num_bytes = 0
 
     def add(self, ids: np.ndarray, scored: int, num_bytes: int) -> None:
         self._file.write(ids.astype(self._dtype).tobytes())
+        self._digest.update(ids)
         self._scored_from.append(self.num_tokens + scored)
         self.num_tokens += len(ids)
         self._ends.append(self.num_tokens)
         self.num_bytes += num_bytes
 
-    def finish(self) -> dict[str, int]:
+    def finish(self) -> dict[str, Any]:
         self._file.close()
         documents = np.array([self._ends, self._scored_from], dtype=np.int64)
         np.save(self._folder / "documents.npy", documents)
@@ -52,6 +54,7 @@ class _Writer:
             "num_documents": len(self._ends),
             "num_tokens": self.num_tokens,
             "num_bytes": self.num_bytes,
+            "digest": self._digest.hexdigest(),
         }
 
 
@@ -126,7 +129,7 @@ def open_tokens(folder: Path, tokenizer: Tokenizer) -> tuple[TokenRow, TokenRow 
     return train, held_out
 
 
-def _open_side(folder: Path, counts: dict[str, int], dtype: str) -> TokenRow | None:
+def _open_side(folder: Path, counts: dict[str, Any], dtype: str) -> TokenRow | None:
     if not counts["num_documents"]:
         return None
     ends, scored_from = np.load(folder / "documents.npy")
@@ -137,4 +140,4 @@ def _open_side(folder: Path, counts: dict[str, int], dtype: str) -> TokenRow | N
     if len(ends) != counts["num_documents"] or ends[-1] != counts["num_tokens"]:
         raise ValueError(f"{folder / 'documents.npy'} does not end where the tokens do")
     tokens = np.memmap(folder / "tokens.bin", dtype=dtype, mode="r")
-    return TokenRow(tokens, ends, scored_from, counts["num_bytes"])
+    return TokenRow(tokens, ends, scored_from, counts["num_bytes"], counts["digest"])

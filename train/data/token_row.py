@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import blake2b
 from itertools import islice
 
 import numpy as np
@@ -29,6 +30,8 @@ class TokenRow:
     does, since nothing of its own comes before it)."""
     num_bytes: int
     """UTF-8 bytes of what carries loss."""
+    digest: str
+    """Of all tokens: what tells this row from another."""
 
     @property
     def num_tokens(self) -> int:
@@ -50,6 +53,11 @@ class TokenRow:
 def id_dtype(vocab_size: int) -> np.dtype:
     """The smallest unsigned dtype that holds ids below `vocab_size`."""
     return np.min_scalar_type(vocab_size - 1)
+
+
+def new_digest() -> blake2b:
+    """To be updated with the uint32 ids of every document."""
+    return blake2b(digest_size=8)
 
 
 def encode_documents(
@@ -83,11 +91,12 @@ def tokenise(
 ) -> TokenRow:
     """`documents` in memory, no more of them than make `enough` tokens. Raises ValueError if there
     are none, besides `encode_documents`."""
-    dtype = id_dtype(tokenizer.vocab_size)
+    dtype, digest = id_dtype(tokenizer.vocab_size), new_digest()
     pieces, ends, scored_from = [], array("q"), array("q")
     length = num_bytes = 0
     for document, ids, scored in encode_documents(documents, tokenizer):
         pieces.append(ids.astype(dtype))
+        digest.update(ids)
         scored_from.append(length + scored)
         length += len(ids)
         ends.append(length)
@@ -96,4 +105,5 @@ def tokenise(
             break
     if not pieces:
         raise ValueError("no documents: there is no text to make sequences from")
-    return TokenRow(np.concatenate(pieces), np.array(ends), np.array(scored_from), num_bytes)
+    arrays = (np.concatenate(pieces), np.array(ends), np.array(scored_from))
+    return TokenRow(*arrays, num_bytes, digest.hexdigest())

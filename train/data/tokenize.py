@@ -28,7 +28,11 @@ def tokenize(config: DataConfig, out: Path, console: Console | None = None) -> N
             config.eval_fraction,
         )
     for side in ("train", "held_out"):
-        counts = {name.removeprefix("num_"): f"{n:,}" for name, n in meta[side].items()}
+        counts = {
+            name.removeprefix("num_"): f"{n:,}"
+            for name, n in meta[side].items()
+            if name != "digest"
+        }
         console.print(f"{side}: {', '.join(f'{n} {name}' for name, n in counts.items())}")
     if not meta["held_out"]["num_documents"]:
         console.print("nothing held out: evaluation needs --eval.every 0")

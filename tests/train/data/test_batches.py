@@ -106,6 +106,14 @@ def test_a_state_of_other_data_is_refused(corpus, name):
         load(corpus, **fields).train_batches().load_state_dict(state)
 
 
+def test_a_changed_letter_is_other_data(corpus):
+    state = load(corpus, eval_fraction=0).train_batches().state_dict()
+    file = corpus / "part1" / "13.py"
+    file.write_text(file.read_text().replace("x13 = 13", "x13 = 23"))
+    with pytest.raises(ValueError, match=r"data\.digest = '\w+': the checkpoint's data has '\w+'"):
+        load(corpus, eval_fraction=0).train_batches().load_state_dict(state)
+
+
 # Hosts
 
 

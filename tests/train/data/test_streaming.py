@@ -18,8 +18,14 @@ from train.data.tokenize import tokenize
 class Rows:
     """IterableDataset as far as it is used; tells which rows were read."""
 
-    def __init__(self, rows, read, order=None):
+    def __init__(self, rows, read, order=None, num_shards=1):
         self.rows, self.read, self.order, self.epoch = rows, read, order, 0
+        self.num_shards = num_shards
+
+    def shard(self, num_shards, index):
+        assert self.num_shards >= num_shards
+        size = len(self.rows) // num_shards
+        return Rows(self.rows[index * size : (index + 1) * size], self.read)
 
     def shuffle(self, seed, buffer_size):
         return Rows(self.rows, self.read, (seed, buffer_size))
@@ -105,11 +111,13 @@ def test_hosts_and_batches_do_not_change_the_samples_nor_a_resumed_run(
     assert got == expected[16:48]
 
 
-def test_a_host_reads_its_lanes_and_no_others(opened):
+@pytest.mark.parametrize(("num_files", "lane_of"), [(1, lambda i: i % 4), (4, lambda i: i // 15)])
+def test_a_host_reads_its_lanes_and_no_others(opened, monkeypatch, num_files, lane_of):
+    """A lane is every fourth row of one file, or a file where there are four."""
+    monkeypatch.setattr(Rows.__init__, "__defaults__", (None, num_files))
     own = load().train_batches(HostRows.of_process(1, 2))
     rows_of(own, 10)
-    lanes = {int(text.split()[1]) % 4 for text in opened}
-    assert lanes == {2, 3}
+    assert {lane_of(int(text.split()[1])) for text in opened} == {2, 3}
 
 
 def test_every_document_once_an_epoch_packed_without_padding(opened):
