@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from train.config import (
+    CheckpointConfig,
     DataConfig,
     EvalConfig,
     LogConfig,
@@ -37,6 +38,22 @@ from train.presets import PRESETS, cpu_tiny
         (lambda: OptimConfig(weight_decay=-0.1), r"optim\.weight_decay = -0\.1: give at least 0"),
         (lambda: OptimConfig(min_lr_ratio=1.5), r"optim\.min_lr_ratio = 1\.5: give a share"),
         (lambda: OptimConfig(betas=(0.9, 1.0)), r"optim\.betas = \(0\.9, 1\.0\): give two decays"),
+        (lambda: OptimConfig(skip_outliers=-1), r"optim\.skip_outliers = -1: give at least 0"),
+        (lambda: OptimConfig(outlier_window=1), r"optim\.outlier_window = 1: give at least 2"),
+        (lambda: OptimConfig(abort_after=0), r"optim\.abort_after = 0: give at least 1"),
+        (lambda: CheckpointConfig(every_minutes=-1), r"checkpoint\.every_minutes = -1: give at"),
+        (
+            lambda: CheckpointConfig(every_steps=-1),
+            r"checkpoint\.every_steps = -1: give at least 0",
+        ),
+        (lambda: CheckpointConfig(keep=0), r"checkpoint\.keep = 0: give at least 1"),
+        (lambda: _tiny(hang_minutes=-1), r"hang_minutes = -1: give at least 0"),
+        (
+            lambda: _tiny(
+                resume="required", checkpoint=CheckpointConfig(every_steps=0, every_minutes=0)
+            ),
+            r"resume = 'required': nothing is saved .*--resume auto",
+        ),
         (lambda: EvalConfig(every=-1), r"eval\.every = -1: give at least 0"),
         (lambda: EvalConfig(batches=0), r"eval\.batches = 0: give at least 1"),
         (lambda: SampleConfig(prompt=""), r"sample\.prompt = '': give at least a character"),

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from train.config import LogConfig, RunConfig
+from train.config import CheckpointConfig, LogConfig, RunConfig
 from train.metrics import MetricsWriter, create_run_directory, expert_load_metrics
 from train.presets import cpu_tiny
 
@@ -22,11 +22,23 @@ def config_in(folder: Path) -> RunConfig:
     return replace(cpu_tiny(), log=LogConfig(dir=str(folder / "runs")))
 
 
-def test_run_directory_is_never_reused(tmp_path):
-    config = config_in(tmp_path)
+@pytest.mark.parametrize(
+    "changes",
+    [{"resume": "never"}, {"checkpoint": CheckpointConfig(every_minutes=0, every_steps=0)}],
+)
+def test_the_folder_of_a_run_that_cannot_go_on_is_never_reused(tmp_path, changes):
+    config = replace(config_in(tmp_path), **changes)
     made = [create_run_directory(config) for _ in range(3)]
     assert [d.name for d in made] == ["cpu_tiny", "cpu_tiny-2", "cpu_tiny-3"]
     assert json.loads((made[1] / "config.json").read_text()) == json.loads(config.to_json())
+
+
+def test_a_run_that_may_go_on_has_one_folder(tmp_path):
+    config = config_in(tmp_path)
+    made = [create_run_directory(config) for _ in range(2)]
+    assert made == [tmp_path / "runs" / "cpu_tiny"] * 2
+    create_run_directory(replace(config, steps=7))
+    assert json.loads((made[0] / "config.json").read_text())["steps"] == 7
 
 
 def test_run_directory_that_cannot_be_made(tmp_path):
@@ -56,10 +68,35 @@ def test_without_tensorboard_there_is_one_file(tmp_path):
     assert [f.name for f in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_metrics_of_another_run_are_not_continued(tmp_path):
-    (tmp_path / "metrics.jsonl").touch()
-    with pytest.raises(FileExistsError):
-        MetricsWriter(tmp_path, LogConfig(), num_steps=1, console=_plain())
+def write_rows(folder, steps, *, done=0, tensorboard=False):
+    log = LogConfig(tensorboard=tensorboard)
+    with MetricsWriter(folder, log, num_steps=9, done=done, console=_plain()) as metrics:
+        for step in steps:
+            metrics.log(step, loss=float(100 * done + step))
+
+
+def rows_of(path):
+    rows = map(json.loads, path.read_text().splitlines())
+    return [(row["step"], row["loss"]) for row in rows]
+
+
+def test_a_run_that_goes_on_has_each_step_once(tmp_path):
+    write_rows(tmp_path, [1, 2, 3, 4], tensorboard=True)
+    with open(tmp_path / "metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "lo')  # killed
+    write_rows(tmp_path, [3, 4], done=2, tensorboard=True)
+    expected = [(1, 1.0), (2, 2.0), (3, 203.0), (4, 204.0)]
+    assert rows_of(tmp_path / "metrics.jsonl") == expected
+    scalars = EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")
+    assert [(event.step, event.value) for event in scalars] == expected
+
+
+def test_metrics_of_a_run_that_began_here_before_are_kept(tmp_path):
+    for number in range(3):
+        write_rows(tmp_path, [1, 2 + number])
+    assert rows_of(tmp_path / "metrics-1.jsonl") == [(1, 1.0), (2, 2.0)]
+    assert rows_of(tmp_path / "metrics-2.jsonl") == [(1, 1.0), (3, 3.0)]
+    assert rows_of(tmp_path / "metrics.jsonl") == [(1, 1.0), (4, 4.0)]
 
 
 def test_a_killed_run_leaves_whole_rows(tmp_path):
