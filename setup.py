@@ -23,10 +23,12 @@ setup(
         "rich>=14.0",
         "grain>=0.2.18,<0.3",
         "tensorboard>=2.20",
+        "fsspec>=2025.3",  # checkpoints: torch itself requires it
     ],
     extras_require={
         "tpu": [LIBTPU, "tpu-info"],
         "aot": [LIBTPU],
+        "gcs": ["gcsfs>=2025.3"],  # checkpoints in gs://
         "dev": ["pytest>=9", "hypothesis>=6.100", "jaxtyping", "beartype", "ruff==0.17.6", LIBTPU],
     },
 )

@@ -356,6 +356,21 @@ def test_a_failure_is_raised_by_the_next_save_at_the_latest(tmp_path, monkeypatc
     run.checkpointer.wait()  # told once
 
 
+def test_an_old_checkpoint_that_cannot_be_removed_is_told(tmp_path, monkeypatch):
+    run = Run(tmp_path, keep=1).save(1)
+
+    def refuse(*arguments, **options):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr("fsspec.implementations.local.LocalFileSystem.rm", refuse)
+    run.go_to(2).checkpointer.save(2)
+    message = r"could not be removed from .* \(Permission denied\); that of step 2 is whole"
+    with pytest.raises(StorageFailure, match=message):
+        run.checkpointer.wait()
+    monkeypatch.undo()
+    assert Run(tmp_path).restored() == 2
+
+
 # Killed
 
 

@@ -17,8 +17,9 @@ pytestmark = pytest.mark.slow
 def start(folder, *options):
     environment = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
     common = (
-        "--name micro --steps 8 --data.path torch_gemma4 --eval.every 0 --sample.length 0 --log.no_tensorboard "
-        "--log.every 1 --checkpoint.every_steps 5 --checkpoint.every_minutes 600"
+        "--name micro --steps 8 --data.path torch_gemma4 --eval.every 0 --sample.length 0 "
+        "--log.no_tensorboard --log.every 1 --checkpoint.every_steps 5 "
+        "--checkpoint.every_minutes 600"
     ).split()
     return subprocess.Popen(
         [sys.executable, "-m", "train", *MICRO, *common, "--log.dir", str(folder), *options],
@@ -51,7 +52,7 @@ def story(tmp_path_factory):
 
 
 def test_sigterm_ends_with_a_checkpoint_and_its_own_code(story):
-    folder, ((code, _, err), rows, *_) = story
+    _, ((code, _, err), rows, *_) = story
     assert code == 75
     step = json.loads(rows.splitlines()[-1])["step"]
     assert 2 <= step <= 4
@@ -85,7 +86,7 @@ def test_a_finished_run_says_so(story):
 @pytest.mark.exhaustive
 def test_a_training_driven_apart_ends_with_its_own_code(tmp_path):
     options = "--name apart --optim.learning_rate 1e30 --optim.abort_after 3".split()
-    code, out, err = finish(start(tmp_path, *options))
+    code, _, err = finish(start(tmp_path, *options))
     assert code == 80, err
     assert err.splitlines()[-1].startswith("diverged: the last 3 updates, up to step ")
     rows = rows_of(tmp_path / "apart")
