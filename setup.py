@@ -25,6 +25,7 @@ setup(
         "tensorboard>=2.20",
         "tokenizers>=0.22",  # reads tokenizer.json
         "matplotlib>=3.10",  # draws the load of the experts
+        "fsspec>=2025.3",  # checkpoints: torch itself requires it
     ],
     extras_require={
         "tpu": [LIBTPU, "tpu-info"],
@@ -32,6 +33,7 @@ setup(
         "datasets": ["datasets>=4,<6"],
         "sentencepiece": ["sentencepiece>=0.2"],
         "wandb": ["wandb>=0.20"],
+        "gcs": ["gcsfs>=2025.3"],  # checkpoints in gs://
         "dev": ["pytest>=9", "hypothesis>=6.100", "jaxtyping", "beartype", "ruff==0.17.6", LIBTPU],
     },
 )

@@ -161,8 +161,8 @@ def _next(batches: Iterator[Batch], step: int) -> Batch:
     except Exception as error:
         raise DataFailure(
             f"data error: the batch of step {step} could not be made "
-            f"({type(error).__name__}: {error}). The last checkpoint is whole: mend the data, then "
-            "run the same command again"
+            f"({type(error).__name__}: {error}). Mend the data, then run the same command again: "
+            "it goes on from the last checkpoint"
         ) from error
 
 

@@ -193,6 +193,15 @@ def test_a_manifest_says_what_it_was_given():
     assert written.versions["torch"].startswith("2.")
 
 
+def test_an_address_whose_library_is_missing(monkeypatch):
+    def missing(address):
+        raise ImportError("Please install gcsfs to access Google Storage")
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", missing)
+    with pytest.raises(ValueError, match=r"'gs://b/runs': Please install gcsfs .*'\.\[gcs\]'\)"):
+        CheckpointStore("gs://b/runs")
+
+
 def test_an_address_that_nobody_knows():
     with pytest.raises(ValueError, match=r"checkpoint\.folder = 'nowhere://x': .*nowhere"):
         CheckpointStore("nowhere://x")

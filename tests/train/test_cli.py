@@ -95,7 +95,10 @@ def test_an_interrupt_ends_without_a_traceback(capsys, monkeypatch):
     with pytest.raises(SystemExit) as exit_:
         main([])
     assert exit_.value.code == 130
-    assert capsys.readouterr().err == "interrupted: what was logged so far is kept\n"
+    assert capsys.readouterr().err == (
+        "interrupted: what was logged and saved so far is kept; the same command goes on from the "
+        "last checkpoint\n"
+    )
 
 
 def test_help_shows_how_and_the_presets_values():

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from train.config import (
+    CheckpointConfig,
     DataConfig,
     EvalConfig,
     LogConfig,
@@ -47,6 +48,22 @@ from train.presets import PRESETS, cpu_tiny
                 )
             ),
             r"data\.huggingface\.eval_split = '': nothing to evaluate on: .*--eval\.every 0",
+        ),
+        (lambda: OptimConfig(skip_outliers=-1), r"optim\.skip_outliers = -1: give at least 0"),
+        (lambda: OptimConfig(outlier_window=1), r"optim\.outlier_window = 1: give at least 2"),
+        (lambda: OptimConfig(abort_after=0), r"optim\.abort_after = 0: give at least 1"),
+        (lambda: CheckpointConfig(every_minutes=-1), r"checkpoint\.every_minutes = -1: give at"),
+        (
+            lambda: CheckpointConfig(every_steps=-1),
+            r"checkpoint\.every_steps = -1: give at least 0",
+        ),
+        (lambda: CheckpointConfig(keep=0), r"checkpoint\.keep = 0: give at least 1"),
+        (lambda: _tiny(hang_minutes=-1), r"hang_minutes = -1: give at least 0"),
+        (
+            lambda: _tiny(
+                resume="required", checkpoint=CheckpointConfig(every_steps=0, every_minutes=0)
+            ),
+            r"resume = 'required': nothing is saved .*--resume auto",
         ),
         (lambda: EvalConfig(every=-1), r"eval\.every = -1: give at least 0"),
         (lambda: EvalConfig(batches=0), r"eval\.batches = 0: give at least 1"),

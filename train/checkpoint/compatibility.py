@@ -19,7 +19,16 @@ _TRAINING_ONLY = frozenset(
     )
 )
 """Fields of the model's configuration that do not make it another model."""
-_ABOUT_THE_RUN = ("name", "resume", "log.", "checkpoint.", "eval.", "sample.", "mesh.")
+_ABOUT_THE_RUN = (
+    "name",
+    "resume",
+    "hang_minutes",
+    "log.",
+    "checkpoint.",
+    "eval.",
+    "sample.",
+    "mesh.",
+)
 """Settings that change no number of the training: not worth a line."""
 
 

@@ -50,14 +50,30 @@ class Saver:
         store, step = self._store, manifest.step
         try:
             records = self._hosts.gather(write(store.begin(step), copies, self._hosts))
-            if self._hosts.is_first:
-                files = {name: record for host in records for name, record in host.items()}
-                store.finish(step, replace(manifest, files=files))
+            files = {name: record for host in records for name, record in host.items()}
+            self._finish(replace(manifest, files=files))
         except Exception as error:
             raise self._failure(step, error) from error
-        if self._hosts.is_first:
-            store.retire(self._keep)
         self._tell(f"checkpoint of step {step}: {store.folder(step)}")
+        try:
+            if self._hosts.is_first:
+                store.retire(self._keep)
+        except Exception as error:
+            raise StorageFailure(
+                f"an old checkpoint could not be removed from {store.address} ({_reason(error)}); "
+                f"that of step {step} is whole. See to it, then run the same command again"
+            ) from error
+
+    def _finish(self, manifest: Manifest) -> None:
+        """The first host does it, and all know how it went."""
+        failure = None
+        if self._hosts.is_first:
+            try:
+                self._store.finish(manifest.step, manifest)
+            except Exception as error:
+                failure = error
+        if any(self._hosts.gather(failure is not None)):
+            raise failure or OSError("another host could not finish it")
 
     def _failure(self, step: int, error: Exception) -> StorageFailure:
         last = "none is there yet"

@@ -43,7 +43,7 @@ class CheckpointStore:
         except (ImportError, ValueError) as error:
             raise ValueError(
                 f"checkpoint.folder = {address!r}: {error}. Install what is missing (gs:// needs "
-                "pip install gcsfs), or give a local folder"
+                "pip install -e '.[gcs]'), or give a local folder"
             ) from error
         self._is_local = isinstance(self._files, LocalFileSystem)
 

@@ -140,10 +140,12 @@ def _drop_rows_after(done: int, path: Path) -> None:
         free = (path.with_name(f"metrics-{number}.jsonl") for number in count(1))
         path.rename(next(name for name in free if not name.exists()))
         return
-    # A killed process may have left half a line at the end.
-    whole = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("}\n")]
     kept = path.with_suffix(".kept")
-    kept.write_text("".join(line for line in whole if json.loads(line)["step"] <= done))
+    with open(path) as rows, open(kept, "w") as file:
+        # A killed process may have left half a row.
+        file.writelines(
+            row for row in rows if row.endswith("\n") and json.loads(row)["step"] <= done
+        )
     kept.replace(path)
 
 

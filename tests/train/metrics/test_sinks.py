@@ -85,27 +85,36 @@ def test_without_tensorboard_there_is_one_file(tmp_path):
     assert [f.name for f in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_metrics_of_another_run_are_kept_and_not_continued(tmp_path):
-    for number in range(3):
-        files = Files(tmp_path)
-        files.scalars(1, {"loss": number})
-        files.close()
-    kept = {path.name: json.loads(path.read_text())["loss"] for path in tmp_path.iterdir()}
-    assert kept == {"metrics-1.jsonl": 0, "metrics-2.jsonl": 1, "metrics.jsonl": 2}
+def write_rows(folder, steps, *, done=0, tensorboard=False):
+    sinks = open_sinks(folder, LogConfig(tensorboard=tensorboard), done)
+    for sink in sinks:
+        for step in steps:
+            sink.scalars(step, {"loss": float(100 * done + step)})
+        sink.close()
 
 
-def test_a_resumed_run_drops_what_it_trains_again(tmp_path):
-    files = Files(tmp_path)
-    for step in range(1, 6):
-        files.scalars(step, {"loss": 1.0})
-    files.close()
+def rows_of(path):
+    rows = map(json.loads, path.read_text().splitlines())
+    return [(row["step"], row["loss"]) for row in rows]
+
+
+def test_a_run_that_goes_on_has_each_step_once(tmp_path):
+    write_rows(tmp_path, [1, 2, 3, 4], tensorboard=True)
     with open(tmp_path / "metrics.jsonl", "a") as file:
-        file.write('{"step": 6, "lo')
-    files = Files(tmp_path, done=3)
-    files.scalars(4, {"loss": 2.0})
-    files.close()
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [(row["step"], row["loss"]) for row in rows] == [(1, 1), (2, 1), (3, 1), (4, 2)]
+        file.write('{"step": 5, "lo')  # killed
+    write_rows(tmp_path, [3, 4], done=2, tensorboard=True)
+    expected = [(1, 1.0), (2, 2.0), (3, 203.0), (4, 204.0)]
+    assert rows_of(tmp_path / "metrics.jsonl") == expected
+    scalars = EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")
+    assert [(event.step, event.value) for event in scalars] == expected
+
+
+def test_metrics_of_a_run_that_began_here_before_are_kept(tmp_path):
+    for number in range(3):
+        write_rows(tmp_path, [1, 2 + number])
+    assert rows_of(tmp_path / "metrics-1.jsonl") == [(1, 1.0), (2, 2.0)]
+    assert rows_of(tmp_path / "metrics-2.jsonl") == [(1, 1.0), (3, 3.0)]
+    assert rows_of(tmp_path / "metrics.jsonl") == [(1, 1.0), (4, 4.0)]
 
 
 def test_a_killed_run_leaves_whole_rows(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from train.config import LogConfig, RunConfig
+from train.config import CheckpointConfig, LogConfig, RunConfig
 from train.metrics import MetricsWriter, create_run_directory
 from train.presets import cpu_tiny
 
@@ -29,16 +29,23 @@ def plain() -> Console:
 # The folder
 
 
-def test_run_directory_is_never_reused(tmp_path):
-    config = replace(config_in(tmp_path), resume="never")
+@pytest.mark.parametrize(
+    "changes",
+    [{"resume": "never"}, {"checkpoint": CheckpointConfig(every_minutes=0, every_steps=0)}],
+)
+def test_the_folder_of_a_run_that_cannot_go_on_is_never_reused(tmp_path, changes):
+    config = replace(config_in(tmp_path), **changes)
     made = [create_run_directory(config) for _ in range(3)]
     assert [d.name for d in made] == ["cpu_tiny", "cpu_tiny-2", "cpu_tiny-3"]
     assert json.loads((made[1] / "config.json").read_text()) == json.loads(config.to_json())
 
 
-def test_run_directory_of_a_run_that_may_go_on_is_taken_again(tmp_path):
+def test_a_run_that_may_go_on_has_one_folder(tmp_path):
     config = config_in(tmp_path)
-    assert create_run_directory(config) == create_run_directory(config)
+    made = [create_run_directory(config) for _ in range(2)]
+    assert made == [tmp_path / "runs" / "cpu_tiny"] * 2
+    create_run_directory(replace(config, steps=7))
+    assert json.loads((made[0] / "config.json").read_text())["steps"] == 7
 
 
 def test_run_directory_that_cannot_be_made(tmp_path):
