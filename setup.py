@@ -24,7 +24,7 @@ setup(
         "grain>=0.2.18,<0.3",
         "tensorboard>=2.20",
         "tokenizers>=0.22",  # reads tokenizer.json
-        "matplotlib>=3.10",  # draws the load of the experts
+        "matplotlib>=3.9",  # draws the load of the experts, and a compiled step
         "fsspec>=2025.3",  # checkpoints: torch itself requires it
     ],
     extras_require={

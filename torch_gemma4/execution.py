@@ -86,7 +86,7 @@ class Execution:
     """How tokens and expert weights lie on the mesh; None is one device."""
     attention: Literal["einsum", "kernel"] = "einsum"
     """"einsum" holds all scores of a layer, [B, N, S, S]; "kernel" is `pallas_ops.attention`, which
-    holds a block of them."""
+    holds a block of them, after `pallas_ops.norm_rope`, which normalises and turns in one pass."""
     loop: LayerLoop = python_loop
     """Runs the layers, and the tiles of the loss."""
     recompute: Callable[[Body], Body] | None = None
@@ -96,4 +96,5 @@ class Execution:
     """States the layout of a tensor by its role: "hidden" [B, S, D] at each layer's entry, "rows"
     [B, S, .] or [T, .], anything else split by tokens; "weight" [out, in], a matrix in the compute
     dtype as a product reads it; "table" [V, D], the embedding in the compute dtype, read by the
-    look-up and by every loss tile."""
+    look-up and by every loss tile; "table_gradient" [V, D], the gradient of the parameter behind
+    it, at the end of its sums."""

@@ -116,7 +116,7 @@ class _TiledCrossEntropy(torch.autograd.Function):
         tiles["log_z"] = log_z
         grad_table = ctx.body.constrain(grad_table, "rows")
         grad_table, (grad_hidden,) = ctx.loop(ctx.body, grad_table, tiles, (table, *grad_sums))
-        grad_weight = grad_table.sum(0).to(ctx.weight_dtype)
+        grad_weight = ctx.body.constrain(grad_table.sum(0), "table_gradient").to(ctx.weight_dtype)
         return grad_hidden.transpose(0, 1).reshape(hidden.shape), grad_weight, *[None] * 7
 
 
