@@ -58,7 +58,8 @@ class Hosts:
 
 
 def connect_hosts() -> Hosts:
-    """The hosts of this process's runtime, which must be up."""
+    """The hosts of this process's runtime, which must be up and in SPMD mode."""
+    import torch_xla.distributed.xla_backend  # noqa: F401  # knows what xla:// means
     import torch_xla.runtime as xr
 
     from train.launch import rendezvous

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -159,10 +160,13 @@ def _next(batches: Iterator[Batch], step: int) -> Batch:
     try:
         return next(batches)
     except Exception as error:
+        # What the data says of itself is enough; what our code did not foresee needs its place.
+        is_foreseen = isinstance(error, (ValueError, OSError))
         raise DataFailure(
             f"data error: the batch of step {step} could not be made "
             f"({type(error).__name__}: {error}). Mend the data, then run the same command again: "
-            "it goes on from the last checkpoint"
+            "it goes on from the last checkpoint",
+            details="" if is_foreseen else "".join(traceback.format_exception(error)).rstrip(),
         ) from error
 
 

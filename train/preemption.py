@@ -25,7 +25,8 @@ class PreemptionNotice:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        signal.signal(signal.SIGTERM, self._before)  # type: ignore[arg-type]
+        # None: a handler that was not installed from Python, which Python cannot put back.
+        signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)  # type: ignore[arg-type]
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.is_given = True

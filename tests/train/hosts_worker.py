@@ -1,6 +1,6 @@
 """One of two hosts that save and restore a sharded tensor; see test_hosts.py.
 
-python -m tests.train.hosts_worker RANK PORT_FILE FOLDER
+python -m tests.train.hosts_worker RANK FOLDER
 """
 
 from __future__ import annotations
@@ -13,16 +13,24 @@ from pathlib import Path
 import torch
 
 
-def main(rank: int, meeting: str, folder: str) -> None:
+def main(rank: int, folder: str) -> None:
+    from train.config import MeshConfig
+    from train.launch import prepare_environment
+
+    prepare_environment(MeshConfig(fsdp=1))
+    from torch_xla import runtime
     from torch_xla.distributed.spmd import XLAShard
     from torch_xla.experimental.distributed_checkpoint._helpers import _CpuShards
 
     from train.checkpoint import Checkpointer, checkpointer, tensors
     from train.exit_codes import StorageFailure
-    from train.hosts import Hosts
+    from train.hosts import connect_hosts
     from train.presets import cpu_tiny
 
-    hosts = Hosts(rank, 2, f"file://{meeting}")
+    runtime.use_spmd()
+    # The runtime of a slice of two hosts, as far as they ask it.
+    runtime.process_count, runtime.process_index = lambda: 2, lambda: rank
+    hosts = connect_hosts()
     results: dict[str, object] = {"any": hosts.any(rank == 0, rank == 1, False)}
     full = torch.arange(40.0).view(8, 5)
 
@@ -89,4 +97,4 @@ def _fail(self: object, data: bytes) -> int:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    main(int(sys.argv[1]), sys.argv[2])

@@ -1,100 +1,23 @@
-"""Saving beside the training, going on from the newest whole checkpoint, and every way it fails.
+"""Saving beside the training, and going on from the newest whole checkpoint.
 
-State here is of CPU tensors, whose value tells the step they belong to; test_checkpoint_mesh.py has
-those of a mesh.
+State here is of CPU tensors; test_checkpoint_mesh.py has those of a mesh.
 """
 
-import errno
-import os
-import random
-import signal
 import threading
 import time
 import uuid
-from dataclasses import replace
 
-import fsspec
 import pytest
 import torch
-from fsspec.implementations.memory import MemoryFileSystem
 
-from train.checkpoint import Checkpointer, manifest, saver
-from train.config import CheckpointConfig
+from tests.train.checkpoint_run import Run, damage, path_of
+from train.checkpoint import saver
 from train.exit_codes import StorageFailure
-from train.hosts import Hosts
-from train.presets import cpu_tiny
-
-
-class Data:
-    """An iterator's position."""
-
-    def __init__(self):
-        self.next = 0
-
-    def state_dict(self):
-        return {"next": self.next}
-
-    def load_state_dict(self, state):
-        self.next = state["next"]
-
-
-class Run:
-    """A run whose whole state is known from its step."""
-
-    def __init__(self, address, *, model=None, **changes):
-        checkpoint = {"every_steps": 100, "every_minutes": 0} | changes
-        resume = checkpoint.pop("resume", "auto")
-        config = replace(cpu_tiny(), checkpoint=CheckpointConfig(**checkpoint), resume=resume)
-        if model:
-            config = replace(config, model=replace(config.model, **model))
-        self.data, self.told = Data(), []
-        self.tensors = {"w": torch.zeros(300, 50), "count": torch.zeros((), dtype=torch.int32)}
-        self.checkpointer = Checkpointer(
-            replace(config, steps=1000),
-            str(address),
-            Hosts(),
-            self.tensors,
-            self.data,
-            lambda tensor: tensor,
-            self.told.append,
-        )
-
-    def go_to(self, step):
-        self.tensors["w"].copy_(torch.arange(15_000.0).view(300, 50) + step)
-        self.tensors["count"].fill_(step)
-        self.data.next = 16 * step
-        return self
-
-    def save(self, *steps):
-        for step in steps:
-            self.go_to(step).checkpointer.save(step)
-        self.checkpointer.wait()
-        return self
-
-    def restored(self):
-        """The step it goes on from, having checked that all of its state is that step's."""
-        step = self.checkpointer.restore()
-        expected = torch.arange(15_000.0).view(300, 50) + step if step else torch.zeros(300, 50)
-        assert torch.equal(self.tensors["w"], expected)
-        assert self.tensors["count"] == step and self.data.next == 16 * step
-        return step
 
 
 @pytest.fixture(params=["local", "memory"])
 def address(request, tmp_path):
     return str(tmp_path) if request.param == "local" else f"memory://{uuid.uuid4()}"
-
-
-def path_of(address, step, name):
-    files, root = fsspec.core.url_to_fs(address)
-    return files, f"{root}/step-{step:08d}/{name}"
-
-
-def damage(address, step, name="__0_0.distcp"):
-    files, path = path_of(address, step, name)
-    content = bytearray(files.cat_file(path))
-    content[len(content) // 2] ^= 4
-    files.pipe_file(path, bytes(content))
 
 
 # Going on
@@ -154,6 +77,12 @@ def test_required_refuses_to_begin(address):
     assert Run(address, resume="required").restored() == 2
 
 
+def test_never_does_not_go_on(address):
+    Run(address).save(2)
+    with pytest.raises(ValueError, match=r"resume = 'never': .* has checkpoints of another run"):
+        Run(address, resume="never").checkpointer.restore()
+
+
 def test_a_run_may_begin_with_anothers_checkpoint(tmp_path):
     Run(tmp_path / "a", keep=9).save(2, 4, 6)
     start = f"{tmp_path}/a/step-00000004"
@@ -162,7 +91,12 @@ def test_a_run_may_begin_with_anothers_checkpoint(tmp_path):
     run.save(5)
     assert Run(tmp_path / "b", start_from=start).restored() == 5  # its own come first
     assert Run(tmp_path / "a").restored() == 6
-    for missing in (f"{tmp_path}/a/step-00000005", f"{tmp_path}/a", "step-00000004"):
+    for missing in (
+        f"{tmp_path}/a/step-00000005",
+        f"{tmp_path}/a",
+        "step-00000004",
+        f"{tmp_path}/a/4",
+    ):
         with pytest.raises(ValueError, match=r"checkpoint\.start_from = .*no finished checkpoint"):
             Run(tmp_path / "c", start_from=missing).checkpointer.restore()
     damage(tmp_path / "a", 4)
@@ -287,187 +221,3 @@ def test_when_all_are_damaged_nothing_begins_anew(address):
         message = r"every checkpoint in .* is damaged \(damaged-step-00000003, damaged-step-000"
         with pytest.raises(StorageFailure, match=message):
             Run(address).checkpointer.restore()
-
-
-# Failing storage
-
-
-class FullDisk(MemoryFileSystem):
-    """Takes `room` bytes for shards."""
-
-    protocol = "fulldisk"
-    room = 10**9
-
-    def _open(self, path, mode="rb", **options):
-        stream = super()._open(path, mode, **options)
-        if mode == "wb":
-            write = stream.write
-
-            def limited(data):
-                if stream.tell() + len(data) > FullDisk.room:
-                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                return write(data)
-
-            stream.write = limited
-        return stream
-
-
-def test_a_full_disk_is_told_at_the_next_step_and_the_last_good_one_stays(monkeypatch):
-    fsspec.register_implementation("fulldisk", FullDisk, clobber=True)
-    address = f"fulldisk://{uuid.uuid4()}"
-    run = Run(address).save(3)
-    monkeypatch.setattr(FullDisk, "room", 30_000)
-    run.go_to(4).checkpointer.save(4)
-    while not run.checkpointer.has_failed:  # what the loop asks at each step
-        time.sleep(0.01)
-    message = (
-        rf"the checkpoint of step 4 could not be written to {address} \(No space left on device\); "
-        rf"the last good one is {address}/step-00000003. Make room .* the same command again"
-    )
-    with pytest.raises(StorageFailure, match=message):
-        run.checkpointer.wait()
-    files, root = fsspec.core.url_to_fs(address)
-    assert [os.path.basename(path) for path in files.ls(root, detail=False)] == ["step-00000003"]
-    monkeypatch.undo()
-    again = Run(address)
-    assert again.restored() == 3
-    again.save(4)
-    assert Run(address).restored() == 4
-
-
-def test_the_first_checkpoint_of_all_may_fail_too(tmp_path):
-    (tmp_path / "file").write_text("where the folder should be")
-    run = Run(tmp_path / "file" / "checkpoints").go_to(1)
-    run.checkpointer.save(1)
-    with pytest.raises(StorageFailure, match=r"\(Not a directory\); (none|and the place)"):
-        run.checkpointer.wait()
-
-
-def test_a_failure_is_raised_by_the_next_save_at_the_latest(tmp_path, monkeypatch):
-    def fail(*arguments):
-        raise RuntimeError("no such bucket\nand more")
-
-    monkeypatch.setattr(saver, "write", fail)
-    run = Run(tmp_path).go_to(1)
-    run.checkpointer.save(1)
-    with pytest.raises(StorageFailure, match=r"step 1 .*\(RuntimeError: no such bucket\); none is"):
-        run.checkpointer.save(2)
-    run.checkpointer.wait()  # told once
-
-
-def test_an_old_checkpoint_that_cannot_be_removed_is_told(tmp_path, monkeypatch):
-    run = Run(tmp_path, keep=1).save(1)
-
-    def refuse(*arguments, **options):
-        raise PermissionError(errno.EACCES, "Permission denied")
-
-    monkeypatch.setattr("fsspec.implementations.local.LocalFileSystem.rm", refuse)
-    run.go_to(2).checkpointer.save(2)
-    message = r"could not be removed from .* \(Permission denied\); that of step 2 is whole"
-    with pytest.raises(StorageFailure, match=message):
-        run.checkpointer.wait()
-    monkeypatch.undo()
-    assert Run(tmp_path).restored() == 2
-
-
-# Killed
-
-
-class Killed(BaseException):
-    """What stands for kill -9: nothing runs after it."""
-
-
-class Dying(MemoryFileSystem):
-    """Does `left` changes, then none ever."""
-
-    protocol = "dying"
-    left = 10**9
-
-    def _step(self):
-        type(self).left -= 1
-        if self.left < 0:
-            raise Killed
-
-    def _open(self, path, mode="rb", **options):
-        if mode == "wb":
-            self._step()
-        stream = super()._open(path, mode, **options)
-        if mode == "wb":
-            write = stream.write
-
-            def first_write(data):
-                stream.write = write
-                self._step()
-                return write(data)
-
-            stream.write = first_write
-        return stream
-
-    def rm_file(self, path):
-        self._step()
-        super().rm_file(path)
-
-    def cp_file(self, *arguments, **options):
-        self._step()
-        super().cp_file(*arguments, **options)
-
-    def makedirs(self, *arguments, **options):
-        self._step()
-        super().makedirs(*arguments, **options)
-
-
-def test_killed_at_any_change_of_an_object_store_a_whole_checkpoint_is_left(monkeypatch):
-    """Three saves that retire two of them, cut short after each number of changes."""
-    fsspec.register_implementation("dying", Dying, clobber=True)
-    monkeypatch.setattr(manifest, "installed_versions", dict)
-    found = []
-    while True:
-        address = f"dying://{uuid.uuid4()}"
-        Dying.left = len(found)
-        run = Run(address, keep=1)
-        try:
-            run.save(1, 2, 3)
-        except Killed:
-            Dying.left = 10**9
-            again = Run(address)
-            step = again.restored()
-            found.append(step)
-            again.save(step + 1)
-            assert Run(address).restored() == step + 1
-            continue
-        break
-    assert len(found) >= 24
-    assert found == sorted(found), "a later death loses no earlier checkpoint"
-    assert set(found) == {0, 1, 2, 3}
-
-
-def test_kill_9_at_random_moments_leaves_a_whole_checkpoint(tmp_path):
-    """A child saves as fast as it can until it is killed; the next goes on from what it left."""
-    draws = random.Random(0)
-    begun = time.perf_counter()
-    Run(tmp_path / "warm-up").save(1, 2)
-    duration = (time.perf_counter() - begun) / 2
-    last = 0
-    for number in range(1, 13):
-        told, tell = os.pipe()
-        child = os.fork()
-        if child == 0:
-            os.close(told)
-            run = Run(tmp_path / "run", every_steps=10**6)
-            step = run.restored()
-            while True:
-                step += 1
-                run.save(step)
-                os.write(tell, f"{step}\n".encode())
-        os.close(tell)
-        with open(told) as lines:
-            done = [int(lines.readline())]
-            time.sleep(draws.uniform(0, 3 * duration))
-            os.kill(child, signal.SIGKILL)
-            done += map(int, lines)
-        os.waitpid(child, 0)
-        assert done[0] == last + 1
-        last = Run(tmp_path / "run").restored()
-        assert last in (done[-1], done[-1] + 1)  # the one in progress may have been finished
-        assert last >= number
-        assert not [path for path in (tmp_path / "run").iterdir() if "writing" in path.name]

@@ -45,14 +45,15 @@ def test_details_come_before_the_last_line(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("error", "message"),
+    ("error", "message", "place"),
     [
-        (OSError(5, "Input/output error"), "(OSError: [Errno 5] Input/output error)"),
-        (ValueError("no UTF-8"), "(ValueError: no UTF-8)"),
-        (StopIteration(), "(StopIteration: )"),
+        (OSError(5, "Input/output error"), "(OSError: [Errno 5] Input/output error)", ""),
+        (ValueError("no UTF-8"), "(ValueError: no UTF-8)", ""),
+        (KeyError("text"), "(KeyError: 'text')", "in __next__\n    raise error\nKeyError: 'text'"),
+        (StopIteration(), "(StopIteration: )", "in __next__\n    raise error\nStopIteration"),
     ],
 )
-def test_a_batch_that_cannot_be_made_is_a_data_error(error, message):
+def test_a_batch_that_cannot_be_made_is_a_data_error(error, message, place):
     class Batches:
         def __next__(self):
             raise error
@@ -60,6 +61,7 @@ def test_a_batch_that_cannot_be_made_is_a_data_error(error, message):
     with pytest.raises(exit_codes.DataFailure, match="the batch of step 7 could not") as raised:
         loop._next(Batches(), 7)
     assert message in str(raised.value) and raised.value.__cause__ is error
+    assert raised.value.details.endswith(place) and bool(raised.value.details) == bool(place)
 
 
 # Out of memory

@@ -1,6 +1,8 @@
 """Two hosts, each a process, agree on what one alone cannot know."""
 
 import json
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -26,13 +28,16 @@ def test_hosts_meet_at_the_launchers_address_or_the_slices():
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("hosts")
-    paths = str(folder / "meeting"), str(folder / "run")
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        environment = os.environ | {"MASTER_PORT": str(free.getsockname()[1])}
     processes = [
         subprocess.Popen(
-            [sys.executable, "-m", hosts_worker.__name__, str(rank), *paths],
+            [sys.executable, "-m", hosts_worker.__name__, str(rank), str(folder / "run")],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            env=environment,
             cwd=Path(__file__).parents[2],
         )
         for rank in range(2)

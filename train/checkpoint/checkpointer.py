@@ -99,6 +99,7 @@ class Checkpointer:
             versions=installed_versions(),
             files={},
         )
+        self._saver.wait()  # the host holds one copy at a time
         self._last_save = time.monotonic()
         self._saver.start(manifest, host_copy(self._tensors | {_RNG: torch.get_rng_state()}))
 
@@ -113,13 +114,18 @@ class Checkpointer:
 
         One whose files are damaged is set aside with a line that says so, and the one before is
         tried. Raises StorageFailure if all of them are, ValueError for a checkpoint of another
-        model or weight layout (nothing is touched then), and for `resume = "required"` without a
-        checkpoint.
+        model or weight layout (nothing is touched then), for `resume = "required"` without a
+        checkpoint and for "never" with one.
         """
         self._refuse_private_folder()
         if self._hosts.is_first:
             self._store.clear_unfinished()
         steps = self._store.steps()
+        if steps and self._config.resume == "never":
+            raise ValueError(
+                f"resume = 'never': {self._store.address} has checkpoints of another run. Give "
+                "another --name or --checkpoint.folder"
+            )
         for step in reversed(steps):
             try:
                 manifest = self._verified(self._store, step)
@@ -158,7 +164,8 @@ class Checkpointer:
     def _start_from(self, address: str) -> int:
         folder, _, name = address.rstrip("/").rpartition("/")
         store = CheckpointStore(folder or ".")
-        step = next((step for step in store.steps() if store.folder(step).endswith(name)), None)
+        names = {store.folder(step).rpartition("/")[2]: step for step in store.steps()}
+        step = names.get(name)
         if step is None:
             raise ValueError(
                 f"checkpoint.start_from = {address!r}: no finished checkpoint is there. Give a "

@@ -36,8 +36,8 @@ class Saver:
         return bool(self._running and self._running.done() and self._running.exception())
 
     def start(self, manifest: Manifest, copies: dict[str, object]) -> None:
-        """Begins to write; waits first for the one before. Raises StorageFailure if that failed."""
-        self.wait()
+        """Begins to write. `wait` for the one before first."""
+        assert self._running is None
         self._running = self._thread.submit(self._write, manifest, copies)
 
     def wait(self) -> None:
