@@ -37,7 +37,12 @@ def shift_labels(labels: Tensor) -> Tensor:
 
 def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
     """cap * tanh(logits / cap), or logits where cap is None."""
-    return logits if cap is None else cap * torch.tanh(logits / cap)
+    return logits if cap is None else cap * _tanh(logits, cap)
+
+
+def _tanh(logits: Tensor, cap: float) -> Tensor:
+    """tanh(logits / cap). A product, as V numbers a token make a quotient's price felt."""
+    return torch.tanh(logits * (1 / cap))
 
 
 def _check_tiles(length: int, num_tiles: int) -> None:
@@ -78,11 +83,14 @@ class _TileGradient:
         table, grad_cross_entropy, grad_log_z_squared = constants
         h, y, log_z = self.constrain(tile["hidden"], "rows"), tile["labels"], tile["log_z"]
         z = log_z[..., None]
-        logits = soft_cap(F.linear(h, table).to(z.dtype), self.softcap)
+        logits = F.linear(h, table).to(z.dtype)
+        if self.softcap is not None:
+            turned = _tanh(logits, self.softcap)
+            logits = self.softcap * turned
         grad = (logits - z).exp() * (grad_cross_entropy + 2 * z * grad_log_z_squared)
         grad = torch.where(_one_hot(y, logits), grad - grad_cross_entropy, grad)
         if self.softcap is not None:
-            grad = grad * (1 - (logits / self.softcap).square())
+            grad = grad * (1 - turned.square())
         grad = torch.where(y[..., None] != IGNORE_INDEX, grad, 0.0).to(table.dtype)
         shards = (tensor.unflatten(0, (grad_table.shape[0], -1)) for tensor in (grad, h))
         partial = torch.einsum("nbsv,nbsd->nvd", *shards)
