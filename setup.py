@@ -3,6 +3,7 @@
 from setuptools import find_packages, setup
 
 LIBTPU = "libtpu==0.0.21"
+MATPLOTLIB = "matplotlib>=3.9"  # pictures of a compiled step's report
 
 setup(
     name="torch-gemma4",
@@ -27,8 +28,11 @@ setup(
     ],
     extras_require={
         "tpu": [LIBTPU, "tpu-info"],
-        "aot": [LIBTPU],
+        "aot": [LIBTPU, MATPLOTLIB],
         "gcs": ["gcsfs>=2025.3"],  # checkpoints in gs://
-        "dev": ["pytest>=9", "hypothesis>=6.100", "jaxtyping", "beartype", "ruff==0.17.6", LIBTPU],
+        "dev": [
+            *("pytest>=9", "hypothesis>=6.100", "jaxtyping", "beartype", "ruff==0.17.6"),
+            *(LIBTPU, MATPLOTLIB),
+        ],
     },
 )

@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.grid_steps import GridSteps
-from benchmarks.step_time import Visit
 from pallas_ops.gmm import kernel as gmm_kernel
 from pallas_ops.gmm import shapes as gmm_shapes
 from pallas_ops.tgmm import kernel as tgmm_kernel
 from pallas_ops.tgmm import shapes as tgmm_shapes
 from pallas_ops.tiling import Tiles
+from train.compile.static.grid_steps import GridSteps
+from train.compile.static.step_time import Visit
 
 ROUTINGS = ("balanced", "worst", "aligned")
 Signature = tuple[tuple[tuple[int, ...], str], ...]
@@ -43,8 +43,8 @@ class Kernel:
     """Name of the kernel in the compiler's dump."""
     static: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of `fn`."""
-    visits: tuple[Visit, ...] = ()
-    """When each region of the body runs."""
+    visits: tuple[Visit, ...] | None = ()
+    """When each region of the body runs; None = as the body says (train/compile/static/visits)."""
     routed: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Arguments that are group sizes, by position: rows, groups."""
     is_pallas: bool = True
