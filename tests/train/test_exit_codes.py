@@ -8,7 +8,7 @@ import pytest
 from train import exit_codes, loop
 from train.__main__ import Run, main
 from train.exit_codes import ExitCode, RunEnded
-from train.out_of_memory import explain, largest_buffers, out_of_memory_explained
+from train.out_of_memory import explain, out_of_memory_explained
 from train.presets import cpu_tiny, gemma4_26b_a4b
 
 ENDS = [kind for kind in vars(exit_codes).values() if RunEnded in getattr(kind, "__bases__", ())]
@@ -95,6 +95,7 @@ Total hbm usage >= 35.95G:
 
   4. Size: 968.00M
      Shape: f32[5,5,1,1408,2816]{2,1,0:T(8,128)}
+     XLA label: copy.7 = copy(param.3)
      ==========================
 """
 """As libtpu 0.0.21 says it of the 26B step, shortened."""
@@ -104,17 +105,17 @@ def test_the_compilers_largest_buffers_are_told_with_parameters_of_their_shape()
     ended = explain(COMPILER, gemma4_26b_a4b())
     assert ended.details.splitlines() == [
         "largest buffers of a device:",
-        "  1.38G bf16[262144,2816] from shard_map/gather, shaped as embedding.weight",
-        "  2 x 1.00G bf16[2,1024,262144] from dot",
-        "  968.00M f32[5,5,1,1408,2816] from ?, shaped as stack.segments.0.experts.gate_up",
+        "  1.48 GB bf16[262144,2816] permute: gather, shaped as embedding.weight",
+        "  2 x 1.07 GB bf16[2,1024,262144] dot",
+        "  1.02 GB f32[5,5,1,1408,2816] copy, shaped as stack.segments.0.experts.gate_up",
     ]
     assert str(ended) == (
         "out of memory: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. "
         "Used 35.70G of 31.25G hbm. Exceeded hbm capacity by 4.45G. The largest buffers are listed "
-        "above. Cures: --model.num_loss_tiles 32, --data.batch_size 128, --data.sequence_length "
-        "8192; python -m train compile tells what fits before you run"
+        "above. What saves most: --data.batch_size 128 (about 16.02 GB), --model.num_loss_tiles 32 "
+        "(about 1.61 GB), --precision.reduce bfloat16 (about 1.52 GB); python -m train compile "
+        "tells what fits before you run"
     )
-    assert [number for _, number in largest_buffers(COMPILER)] == [1, 2, 1]
 
 
 def test_without_buffers_the_largest_parameters_are_told():
