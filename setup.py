@@ -3,7 +3,6 @@
 from setuptools import find_packages, setup
 
 LIBTPU = "libtpu==0.0.21"
-MATPLOTLIB = "matplotlib>=3.9"  # pictures of a compiled step's report
 
 setup(
     name="torch-gemma4",
@@ -24,13 +23,17 @@ setup(
         "rich>=14.0",
         "grain>=0.2.18,<0.3",
         "tensorboard>=2.20",
+        "tokenizers>=0.22",  # reads tokenizer.json
+        "matplotlib>=3.9",  # draws the load of the experts, and a compiled step
+        "fsspec>=2025.3",  # checkpoints: torch itself requires it
     ],
     extras_require={
         "tpu": [LIBTPU, "tpu-info"],
-        "aot": [LIBTPU, MATPLOTLIB],
-        "dev": [
-            *("pytest>=9", "hypothesis>=6.100", "jaxtyping", "beartype", "ruff==0.17.6"),
-            *(LIBTPU, MATPLOTLIB),
-        ],
+        "aot": [LIBTPU],
+        "datasets": ["datasets>=4,<6"],
+        "sentencepiece": ["sentencepiece>=0.2"],
+        "wandb": ["wandb>=0.20"],
+        "gcs": ["gcsfs>=2025.3"],  # checkpoints in gs://
+        "dev": ["pytest>=9", "hypothesis>=6.100", "jaxtyping", "beartype", "ruff==0.17.6", LIBTPU],
     },
 )

@@ -1,4 +1,4 @@
-"""`python -m train [run | info | compile | report]`: the command line."""
+"""`python -m train [run | info | compile | report | tokenize]`: the command line."""
 
 import sys
 from argparse import ArgumentParser
@@ -15,6 +15,8 @@ from typing import Annotated, Literal, TypeVar
 import tyro
 
 from train.config import RunConfig
+from train.data.config import DataConfig
+from train.exit_codes import ExitCode, RunEnded
 from train.presets import PRESETS
 
 PresetName = Literal[tuple(PRESETS)]  # type: ignore[valid-type]
@@ -30,14 +32,19 @@ class Run:
       info       what a run needs, from its configuration alone
       compile    what a TPU's compiler says of the training step, without a TPU
       report     such a report once more, or two side by side
+      tokenize   documents to tokens, once, for a corpus larger than memory
 
       python -m train                                       2 cores, a few minutes, no download
       python -m train --data.path ~/books --steps 1000      your own text
       python -m train --preset gemma4_26b_a4b               on every host of a v6e-128 slice
 
     Progress is on the terminal, and in runs/NAME: config.json, metrics.jsonl (one object a step)
-    and TensorBoard scalars. A NAME already there gets -2 behind it. Training ends with held-out
-    loss and a text sample.
+    and TensorBoard scalars, and checkpoints: the same command goes on from the newest one.
+    Training ends with held-out loss and a text sample.
+
+    Exit codes: 0 finished, 2 unusable input, 65 data error, 74 checkpoint could not be written or
+    read, 75 preempted (SIGTERM; saved, run it again), 80 diverged, 81 out of memory, 82 hang, 130
+    Ctrl-C, 1 a defect.
     """
 
     preset: PresetName
@@ -87,6 +94,25 @@ class Compile:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Tokenize:
+    """Makes tokens of documents, once: files that training maps into memory. A corpus may then be
+    larger than memory, and a run starts at once wherever it goes on.
+
+      python -m train tokenize --out tokens --data.path books --data.tokenizer.path tokenizer.json
+      python -m train --data.source tokens --data.path tokens --data.tokenizer.path tokenizer.json
+
+    Documents are those of --data.source files or huggingface. A share of them
+    (--data.eval_fraction), chosen by the hash of their content, is held out.
+    """
+
+    preset: PresetName
+    """Where every other option has its default from."""
+    out: str
+    """Folder to make."""
+    data: DataConfig
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
     """Shows what `compile` reported once more, or two reports side by side.
 
@@ -110,8 +136,8 @@ class Report:
             )
 
 
-COMMANDS = {"run": Run, "info": Info, "compile": Compile, "report": Report}
-Command = TypeVar("Command", Run, Info, Compile, Report)
+COMMANDS = {"run": Run, "info": Info, "compile": Compile, "report": Report, "tokenize": Tokenize}
+Command = TypeVar("Command", Run, Info, Compile, Report, Tokenize)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -141,6 +167,10 @@ def main(arguments: Sequence[str]) -> None:
                 from train.compile.command import show_report
 
                 show_report(*paths)
+            case Tokenize(data=data, out=out):
+                from train.data.tokenize import tokenize
+
+                tokenize(data, Path(out))
 
 
 def parse(command: type[Command], arguments: Sequence[str]) -> Command:
@@ -166,8 +196,14 @@ def parse(command: type[Command], arguments: Sequence[str]) -> Command:
         args=arguments,
         description=f"{cleandoc(command.__doc__)}\n\nPresets:\n{_preset_list()}",
         use_underscores=True,
-        default=command(preset=preset if preset in PRESETS else config.name, config=config),
+        default=_defaults(command, preset if preset in PRESETS else config.name, config),
     )
+
+
+def _defaults(command: type[Command], preset: str, config: RunConfig) -> Command:
+    if command is Tokenize:
+        return Tokenize(preset=preset, out=tyro.MISSING, data=config.data)
+    return command(preset=preset, config=config)
 
 
 def _preset_list() -> str:
@@ -194,8 +230,15 @@ def _input_errors() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        print("interrupted: what was logged so far is kept", file=sys.stderr)
-        raise SystemExit(130) from None
+        print(
+            "interrupted: what was logged and saved so far is kept; the same command goes on from "
+            "the last checkpoint",
+            file=sys.stderr,
+        )
+        raise SystemExit(ExitCode.INTERRUPTED) from None
+    except RunEnded as ended:
+        print(*filter(None, (ended.details, ended)), sep="\n", file=sys.stderr)
+        raise SystemExit(ended.exit_code) from None
     except ValueError as error:
         raised_in = Path(extract_tb(error.__traceback__)[-1].filename)
         ours = Path(__file__).parent.parent
@@ -203,7 +246,7 @@ def _input_errors() -> Iterator[None]:
         if not any(raised_in.is_relative_to(package) for package in packages):
             raise
         print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        raise SystemExit(ExitCode.USER_ERROR) from None
 
 
 if __name__ == "__main__":

@@ -7,22 +7,16 @@ that return one. Every class raises ValueError naming field, value and remedy.
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from pallas_ops.routing.limits import why_no_kernel
 from torch_gemma4.config import Gemma4Config
+from train.data.config import DataConfig
 from train.data.tokenizer import ByteTokenizer
-
-
-def _require(holds: bool, name: str, value: object, remedy: str) -> None:
-    if not holds:
-        raise ValueError(f"{name} = {value!r}: {remedy}")
-
-
-def _require_at_least(least: int, name: str, value: float) -> None:
-    _require(value >= least, name, value, f"give at least {least}")
+from train.validate import require as _require
+from train.validate import require_at_least as _require_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,45 +63,6 @@ class PrecisionConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataConfig:
-    """Text files, tokenised as bytes and packed into sequences (see `train.data`)."""
-
-    path: tuple[str, ...] = ()
-    """Files and folders to train on; none: the Python standard library's own source."""
-    pattern: tuple[str, ...] = ("*.py", "*.txt", "*.md")
-    """Names of the files to take from a folder, at any depth. A file in `path` is always taken."""
-    skip: tuple[str, ...] = ("site-packages", "dist-packages", "test", "tests", "idle_test")
-    """Names of sub-folders to leave out, besides hidden ones."""
-    max_bytes: int = 2**30
-    """Refuse more text than this: it is held in memory, one byte a token."""
-    sequence_length: int = 128
-    """S, tokens of one packed sequence."""
-    batch_size: int = 32
-    """B, sequences of one step over the whole mesh."""
-    eval_fraction: float = 0.05
-    """Share of the files held out of training, chosen by the hash of their content; 0: none."""
-    seed: int = 0
-    """Order of the sequences. Batch i depends on nothing but the text, this and i."""
-    prefetch: int = 8
-    """Batches made ahead of the step."""
-
-    def __post_init__(self) -> None:
-        _require_at_least(2, "data.sequence_length", self.sequence_length)
-        for name in ("batch_size", "prefetch", "max_bytes"):
-            _require_at_least(1, f"data.{name}", getattr(self, name))
-        _require(
-            0 <= self.eval_fraction < 1,
-            "data.eval_fraction",
-            self.eval_fraction,
-            "give a share of at least 0 and below 1",
-        )
-        _require(
-            0 <= self.seed < 2**32, "data.seed", self.seed, "give a whole number below 2 ** 32"
-        )
-        _require(len(self.pattern) > 0, "data.pattern", self.pattern, "give one, such as '*.txt'")
-
-
-@dataclass(frozen=True, kw_only=True)
 class OptimConfig:
     """AdamW with linear warm-up; weight decay touches no 1-D parameter."""
 
@@ -127,17 +82,56 @@ class OptimConfig:
     """Decoupled: the parameter shrinks by learning rate times this each step."""
     clip_norm: float = 1.0
     """Gradients are scaled down to this global norm."""
+    skip_outliers: float = 0.0
+    """An update is skipped if its gradient norm is so many standard deviations above the mean of
+    the last ones (6 is common); 0: only if it is not finite."""
+    outlier_window: int = 128
+    """How many last ones."""
+    abort_after: int = 20
+    """Updates skipped in a row after which the run ends."""
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "eps", "clip_norm"):
             value = getattr(self, name)
             _require(value > 0, f"optim.{name}", value, "give a positive number")
-        for name in ("warmup_steps", "weight_decay"):
+        for name in ("warmup_steps", "weight_decay", "skip_outliers"):
             _require_at_least(0, f"optim.{name}", getattr(self, name))
+        _require_at_least(2, "optim.outlier_window", self.outlier_window)
+        _require_at_least(1, "optim.abort_after", self.abort_after)
         ratio = self.min_lr_ratio
         _require(0 <= ratio <= 1, "optim.min_lr_ratio", ratio, "give a share between 0 and 1")
         for beta in self.betas:
             _require(0 <= beta < 1, "optim.betas", self.betas, "give two decays in [0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """What is saved, and when. A run whose folder has a checkpoint goes on from it (`resume`)."""
+
+    folder: str | None = None
+    """A folder or an address (gs://bucket/runs) that every host sees; the run's checkpoints go into
+    NAME/checkpoints in it. None: log.dir."""
+    every_minutes: float = 10
+    """Between two temporary checkpoints, of which the newest are kept; 0: none."""
+    every_steps: int = 1000
+    """Between two permanent checkpoints, which are never removed. The last step's is permanent too.
+    0 and every_minutes 0: nothing is saved at all."""
+    keep: int = 2
+    """Newest checkpoints that stay, temporary or not: the second is there in case the first is
+    damaged."""
+    start_from: str | None = None
+    """A checkpoint's folder (runs/NAME/checkpoints/step-00001000) to begin with, where the run has
+    none of its own."""
+
+    def __post_init__(self) -> None:
+        for name in ("every_minutes", "every_steps"):
+            _require_at_least(0, f"checkpoint.{name}", getattr(self, name))
+        _require_at_least(1, "checkpoint.keep", self.keep)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is saved."""
+        return self.every_minutes > 0 or self.every_steps > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +150,7 @@ class EvalConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleConfig:
-    """Text written by the model when training ends."""
+    """Text written by the model when training ends, and before."""
 
     prompt: str = "def "
     """How it begins."""
@@ -164,13 +158,16 @@ class SampleConfig:
     """Tokens to add; 0: no sample."""
     temperature: float = 0.7
     """Of the softmax tokens are drawn from; 0 takes the likeliest."""
+    every: int = 0
+    """Steps between two samples; 0: only when training ends."""
 
     def __post_init__(self) -> None:
         _require_at_least(0, "sample.length", self.length)
+        _require_at_least(0, "sample.every", self.every)
         _require_at_least(0, "sample.temperature", self.temperature)
         _require(len(self.prompt) > 0, "sample.prompt", self.prompt, "give at least a character")
         try:
-            ByteTokenizer().encode(self.prompt)
+            ByteTokenizer().encode_all([self.prompt.encode()])
         except ValueError:
             remedy = "give text that UTF-8 can say, without byte 0"
             raise ValueError(f"sample.prompt = {self.prompt!r}: {remedy}") from None
@@ -178,8 +175,8 @@ class SampleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """Where metrics go. A run never writes into an existing folder: the second run of a name
-    gets `-2` behind it, and so on."""
+    """Where metrics go. Only a run that goes on, or may (`resume`), writes into an existing folder;
+    any other gets `-2` behind its name, and so on."""
 
     dir: str = "runs"
     """Folder that holds one folder a run."""
@@ -187,9 +184,15 @@ class LogConfig:
     """Steps between two printed lines where there is no terminal (metrics.jsonl has all)."""
     tensorboard: bool = True
     """Write TensorBoard scalars beside metrics.jsonl."""
+    wandb: str = ""
+    """Weights & Biases project to log to as well (pip install -e '.[wandb]'); '': none."""
+    heat_map_every: int = 100
+    """Steps between two pictures of the load of every expert in every layer, expert_load.png; one
+    is drawn at the end, too. 0: none."""
 
     def __post_init__(self) -> None:
         _require_at_least(1, "log.every", self.every)
+        _require_at_least(0, "log.heat_map_every", self.heat_map_every)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,6 +214,12 @@ class RunConfig:
     """How tokens go to experts and come back: kernel moves blocks of bf16 rows whose width is a
     multiple of 128, gather any rows one by one; auto takes the kernels where they can, and the plan
     printed before the first step says which."""
+    resume: Literal["auto", "required", "never"] = "auto"
+    """auto goes on from the newest whole checkpoint of this name, or begins where there is none;
+    required refuses to begin; never begins a run of its own, in a folder NAME-2."""
+    hang_minutes: float = 60
+    """The run ends, and says where it waited, when no step has ended for so long (compiling the
+    first one counts); 0: it waits for ever."""
     recompute: bool = False
     """Keep only layer inputs for the backward pass and run each layer again there."""
     mesh: MeshConfig = MeshConfig()
@@ -218,9 +227,11 @@ class RunConfig:
     precision: PrecisionConfig = PrecisionConfig()
     """Dtypes."""
     data: DataConfig = DataConfig()
-    """Text."""
+    """Documents."""
     optim: OptimConfig = OptimConfig()
     """Optimizer and schedule."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    """What is saved."""
     eval: EvalConfig = EvalConfig()
     """Held-out loss."""
     sample: SampleConfig = SampleConfig()
@@ -232,6 +243,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         _require_at_least(1, "steps", self.steps)
+        _require_at_least(0, "hang_minutes", self.hang_minutes)
         _require(
             self.name not in ("", ".", "..") and "/" not in self.name,
             "name",
@@ -251,21 +263,39 @@ class RunConfig:
             self.data.sequence_length,
             f"give a multiple of model.num_loss_tiles = {self.model.num_loss_tiles}",
         )
+        by_bytes = self.data.source != "synthetic" and not self.data.tokenizer.path
         _require(
-            self.model.vocab_size >= ByteTokenizer.vocab_size,
+            self.model.vocab_size >= ByteTokenizer.vocab_size or not by_bytes,
             "model.vocab_size",
             self.model.vocab_size,
             f"the byte tokenizer has {ByteTokenizer.vocab_size} ids: give at least that",
         )
         _require(
-            self.eval.every == 0 or self.data.eval_fraction > 0,
-            "data.eval_fraction",
-            self.data.eval_fraction,
-            "no text is held out to evaluate on: give a share, or --eval.every 0",
+            self.resume != "required" or self.checkpoint.is_on,
+            "resume",
+            self.resume,
+            "nothing is saved with checkpoint.every_minutes = checkpoint.every_steps = 0: give one "
+            "of them, or --resume auto",
         )
-
+        self._check_held_out()
         if self.dispatch == "kernel" and (reason := self._why_no_kernel()):
             raise ValueError(f"dispatch = 'kernel': {reason}, or give --dispatch auto")
+
+    def _check_held_out(self) -> None:
+        if self.eval.every == 0:
+            return
+        if self.data.source == "files":
+            fraction = self.data.eval_fraction
+            remedy = "no text is held out to evaluate on: give a share, or --eval.every 0"
+            _require(fraction > 0, "data.eval_fraction", fraction, remedy)
+        elif self.data.source == "huggingface":
+            name = self.data.huggingface.eval_split
+            remedy = "nothing to evaluate on: name a split, or give --eval.every 0"
+            _require(len(name) > 0, "data.huggingface.eval_split", name, remedy)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field, as JSON can say it."""
+        return json.loads(self.to_json())
 
     def _why_no_kernel(self) -> str | None:
         model = self.model

@@ -132,6 +132,12 @@ def refuse_several_processes(environment: MutableMapping[str, str] = os.environ)
         )
 
 
+def rendezvous(environment: MutableMapping[str, str] = os.environ) -> str:
+    """Where the hosts' processes find each other, for torch.distributed: at the launcher's address
+    if there is a launcher (torchrun), else by the slice's metadata."""
+    return "env://" if "MASTER_ADDR" in environment else "xla://"
+
+
 def _variables(mesh: "MeshConfig", environment: Mapping[str, str]) -> dict[str, str]:
     if mesh.platform == "tpu":
         flags = accepted_flags((flag for flag in FLAGS if "v6e" in flag.chips), environment)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from pallas_ops import OpSharding
 from pallas_ops.sharding import Target
+from train.data.batches import HostRows
 from train.sharding import ROW_AXES, WEIGHT_AXIS, Spec, expert_weight_dim, parameter_spec
 
 if TYPE_CHECKING:
@@ -117,13 +118,24 @@ class DeviceMesh(MeshLayout):
         axes, sizes = zip(*config.axes, strict=True)
         super().__init__(config, xs.Mesh(np.arange(available), sizes, axes))
 
+    @property
+    def host_rows(self) -> HostRows:
+        """The parts of a batch that this process's devices take."""
+        names = torch_xla._XLAC._xla_get_runtime_devices()  # of this process, such as TPU:5
+        parts = tuple(int(name.rpartition(":")[2]) for name in names)
+        return HostRows(parts, self.num_row_shards)
+
     def place(self, tensor: Tensor, spec: Spec) -> Tensor:
         """A CPU tensor as an XLA tensor that lies as `spec` says; only shards travel."""
         sharding = xs.ShardingSpec(self.xla_mesh, spec)
         return xm.send_cpu_data_to_device([tensor.contiguous()], self.device, sharding)[0]
 
+    def place_whole(self, tensor: Tensor) -> Tensor:
+        """A CPU tensor, whole on every device."""
+        return self.place(tensor, (None,) * tensor.ndim)
+
     def place_batch(self, batch: dict[str, np.ndarray]) -> dict[str, Tensor]:
-        """Arrays [B, ...] as XLA tensors split by rows."""
+        """Arrays [B, ...] as XLA tensors split by rows. Only this host's rows are looked at."""
         return {
             name: self.place(torch.from_numpy(array), (ROW_AXES, *[None] * (array.ndim - 1)))
             for name, array in batch.items()

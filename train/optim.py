@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from train.guards import Guards
+
 if TYPE_CHECKING:
     from train.config import OptimConfig
 
@@ -37,6 +39,11 @@ def learning_rate(step: Tensor, config: OptimConfig, num_steps: int) -> Tensor:
     return peak * rise * (config.min_lr_ratio + (1 - config.min_lr_ratio) * fall)
 
 
+def global_norm(tensors: list[Tensor]) -> Tensor:
+    """Joint norm, a float32 scalar; squares are summed in float32 whatever the tensors' dtype."""
+    return torch.stack([tensor.to(torch.float32).square().sum() for tensor in tensors]).sum().sqrt()
+
+
 def clip_by_global_norm(grads: list[Tensor], max_norm: float) -> Tensor:
     """Scales `grads` in place so that their joint norm is at most `max_norm`; returns the norm
     they had, a float32 scalar.
@@ -44,8 +51,7 @@ def clip_by_global_norm(grads: list[Tensor], max_norm: float) -> Tensor:
     Squares are summed, and scaled gradients rounded once, in float32 whatever the gradients' dtype.
     (torch_xla's own clip_grad_norm_ sums in the gradients' dtype.)
     """
-    squares = torch.stack([grad.to(torch.float32).square().sum() for grad in grads])
-    norm = squares.sum().sqrt()
+    norm = global_norm(grads)
     scale = (max_norm / norm.clamp(min=1e-12)).clamp(max=1.0)
     for grad in grads:
         grad.copy_(grad.to(torch.float32) * scale)
@@ -85,6 +91,13 @@ class AdamW:
             self.exp_avg_sq = {n: zeros_like(n, p) for n, p in self.parameters.items()}
             device = next(iter(self.parameters.values())).device
             self.num_updates = torch.zeros((), dtype=torch.int32, device=device)
+            self.guards = Guards(config, device)
+
+    def state(self) -> dict[str, Tensor]:
+        """The live tensors that a checkpoint holds besides the parameters."""
+        moments = {f"exp_avg/{name}": tensor for name, tensor in self.exp_avg.items()}
+        moments |= {f"exp_avg_sq/{name}": tensor for name, tensor in self.exp_avg_sq.items()}
+        return moments | {"num_updates": self.num_updates} | self.guards.state()
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradient of every parameter, by name. Raises ValueError naming those without one."""
@@ -99,22 +112,28 @@ class AdamW:
         return {name: p.grad for name, p in self.parameters.items()}
 
     @torch.no_grad()
-    def step(self) -> Tensor:
+    def step(self, is_taken: Tensor | None = None) -> Tensor:
         """Updates the parameters in place from their `.grad`; returns the learning rate used, a
-        float32 scalar. Raises ValueError naming parameters without a gradient."""
+        float32 scalar. With `is_taken`, a bool scalar that is false, no bit of the parameters and
+        the state changes. Raises ValueError naming parameters without a gradient."""
         config, grads = self.config, self.gradients()
         beta1, beta2 = config.betas
-        self.num_updates += 1
+        self.num_updates += 1 if is_taken is None else is_taken.to(torch.int32)
         rate = learning_rate(self.num_updates, config, self.num_steps)
         count = self.num_updates.to(torch.float32)
         correction1, correction2 = 1 - torch.pow(beta1, count), 1 - torch.pow(beta2, count)
         for name, parameter in self.parameters.items():
             grad = grads[name].to(torch.float32)
             exp_avg, exp_avg_sq = self.exp_avg[name], self.exp_avg_sq[name]
-            exp_avg.mul_(beta1).add_(grad * (1 - beta1))
-            exp_avg_sq.mul_(beta2).add_(grad.square() * (1 - beta2))
-            update = (exp_avg / correction1) / ((exp_avg_sq / correction2).sqrt() + config.eps)
+            new_avg = exp_avg * beta1 + grad * (1 - beta1)
+            new_avg_sq = exp_avg_sq * beta2 + grad.square() * (1 - beta2)
+            update = (new_avg / correction1) / ((new_avg_sq / correction2).sqrt() + config.eps)
             if self.decays[name]:
                 update = update + config.weight_decay * parameter
-            parameter.sub_(rate * update)
+            new_values = (new_avg, new_avg_sq, parameter - rate * update)
+            for old, new in zip((exp_avg, exp_avg_sq, parameter), new_values, strict=True):
+                if is_taken is not None:
+                    # A select keeps the old bits whatever the new ones are, NaN included.
+                    new = torch.where(is_taken, new.to(old.dtype), old)
+                old.copy_(new)
         return rate

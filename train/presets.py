@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from torch_gemma4 import presets as models
 from train.config import (
+    CheckpointConfig,
     DataConfig,
     EvalConfig,
     MeshConfig,
@@ -25,6 +26,7 @@ def cpu_tiny() -> RunConfig:
         precision=PrecisionConfig(compute="float32"),
         data=DataConfig(sequence_length=128, batch_size=16),
         optim=OptimConfig(learning_rate=3e-3, warmup_steps=20),
+        checkpoint=CheckpointConfig(every_minutes=0.5),
         eval=EvalConfig(every=50, batches=8),
     )
 

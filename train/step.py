@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ import torch
 import torch_xla
 from torch import Tensor
 
-from train.optim import clip_by_global_norm
+from train.optim import clip_by_global_norm, global_norm
 
 if TYPE_CHECKING:
     from torch_gemma4.model import Gemma4ForCausalLM
@@ -18,15 +19,33 @@ if TYPE_CHECKING:
     from train.optim import AdamW
 
 Batch = dict[str, Tensor]
-"""input_ids, labels, segment_ids: int32 [B, S]."""
+"""int32 [B, S]: input_ids, labels, segment_ids, and positions if these restart."""
 
 
-def make_train_step(
-    model: Gemma4ForCausalLM, optimizer: AdamW, mesh: MeshLayout
-) -> Callable[[Batch], dict[str, Tensor]]:
+class TrainStep:
     """The training step: batch -> metrics as device tensors. One graph, compiled once."""
-    step = functools.partial(train_step, model, optimizer, mesh)
-    return torch_xla.compile(step, full_graph=True, name="train_step")
+
+    trace_time_s = 0.0
+    """What the last call spent in Python, recording the graph: a TPU runs the step before
+    meanwhile."""
+
+    def __init__(self, model: Gemma4ForCausalLM, optimizer: AdamW, mesh: MeshLayout) -> None:
+        step = functools.partial(self._trace, model, optimizer, mesh)
+        self._compiled = torch_xla.compile(step, full_graph=True, name="train_step")
+
+    def __call__(self, batch: Batch) -> dict[str, Tensor]:
+        return self._compiled(batch)
+
+    def _trace(self, *arguments) -> dict[str, Tensor]:
+        begun = time.perf_counter()
+        metrics = train_step(*arguments)
+        self.trace_time_s = time.perf_counter() - begun
+        return metrics
+
+
+def make_train_step(model: Gemma4ForCausalLM, optimizer: AdamW, mesh: MeshLayout) -> TrainStep:
+    """The compiled training step of a model and its optimizer."""
+    return TrainStep(model, optimizer, mesh)
 
 
 def train_step(
@@ -37,9 +56,13 @@ def train_step(
     output.loss.backward()
     grads = list(optimizer.gradients().values())
     grad_norm = clip_by_global_norm(grads, optimizer.config.clip_norm)
-    rate = optimizer.step()
+    rate = optimizer.step(optimizer.guards.accept(grad_norm))
     _pin_state(optimizer, mesh)
-    metrics = {"grad_norm": grad_norm, "learning_rate": rate, **_reported(output)}
+    with torch.no_grad():
+        parameter_norm = global_norm(list(optimizer.parameters.values()))
+    metrics = {"grad_norm": grad_norm, "parameter_norm": parameter_norm, "learning_rate": rate}
+    metrics |= _reported(output)
+    metrics |= optimizer.guards.metrics()
     for parameter in optimizer.parameters.values():
         parameter.grad = None
     return metrics
@@ -74,8 +97,8 @@ def make_logits_step(
 
 
 def _reported(output) -> dict[str, Tensor]:
-    names = ("loss", "cross_entropy", "num_valid", "load_balance_loss", "router_z_loss")
-    names += ("expert_load", "router_entropy")
+    names = ("loss", "cross_entropy", "num_valid", "z_loss", "load_balance_loss")
+    names += ("router_z_loss", "expert_load", "router_entropy")
     values = {name: getattr(output, name) for name in names}
     return {name: value.detach() for name, value in values.items() if value is not None}
 

@@ -95,7 +95,8 @@ def _train(config) -> dict[str, np.ndarray]:
     grads = {name: p.grad for name, p in parameters.items()}
     torch_xla.sync()
     spec_of = torch_xla._XLAC._get_xla_sharding_spec
-    results: dict[str, np.ndarray] = {}
+    own = mesh.host_rows
+    results = {"host_rows": np.array([*own.parts, own.num_parts])}
     for name, grad in grads.items():
         results[f"grad/{name}"] = grad.cpu().numpy()
         results[f"spec/{name}"] = np.array(f"{spec_of(grad)} | {spec_of(parameters[name])}")

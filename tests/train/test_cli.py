@@ -105,7 +105,10 @@ def test_an_interrupt_ends_without_a_traceback(capsys, monkeypatch):
     with pytest.raises(SystemExit) as exit_:
         main([])
     assert exit_.value.code == 130
-    assert capsys.readouterr().err == "interrupted: what was logged so far is kept\n"
+    assert capsys.readouterr().err == (
+        "interrupted: what was logged and saved so far is kept; the same command goes on from the "
+        "last checkpoint\n"
+    )
 
 
 def test_help_shows_how_and_the_presets_values():
@@ -116,7 +119,7 @@ def test_help_shows_how_and_the_presets_values():
     )
     assert done.returncode == 0, done.stderr
     head = done.stdout[:1500]
-    assert [line.split()[0] for line in head.splitlines()[5:9]] == list(COMMANDS)
+    assert [line.split()[0] for line in head.splitlines()[5:10]] == list(COMMANDS)
     for piece in ("python -m train --data.path ~/books --steps 1000", "metrics.jsonl", "cpu_tiny:"):
         assert piece in head
     words = " ".join(done.stdout.split())

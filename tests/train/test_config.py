@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from train.config import (
+    CheckpointConfig,
     DataConfig,
     EvalConfig,
     LogConfig,
@@ -14,6 +15,7 @@ from train.config import (
     RunConfig,
     SampleConfig,
 )
+from train.data.config import HuggingFaceConfig
 from train.presets import PRESETS, cpu_tiny
 
 
@@ -37,6 +39,32 @@ from train.presets import PRESETS, cpu_tiny
         (lambda: OptimConfig(weight_decay=-0.1), r"optim\.weight_decay = -0\.1: give at least 0"),
         (lambda: OptimConfig(min_lr_ratio=1.5), r"optim\.min_lr_ratio = 1\.5: give a share"),
         (lambda: OptimConfig(betas=(0.9, 1.0)), r"optim\.betas = \(0\.9, 1\.0\): give two decays"),
+        (lambda: LogConfig(heat_map_every=-1), r"log\.heat_map_every = -1: give at least 0"),
+        (lambda: SampleConfig(every=-1), r"sample\.every = -1: give at least 0"),
+        (
+            lambda: _tiny(
+                data=DataConfig(
+                    source="huggingface", huggingface=HuggingFaceConfig(name="x", lanes=32)
+                )
+            ),
+            r"data\.huggingface\.eval_split = '': nothing to evaluate on: .*--eval\.every 0",
+        ),
+        (lambda: OptimConfig(skip_outliers=-1), r"optim\.skip_outliers = -1: give at least 0"),
+        (lambda: OptimConfig(outlier_window=1), r"optim\.outlier_window = 1: give at least 2"),
+        (lambda: OptimConfig(abort_after=0), r"optim\.abort_after = 0: give at least 1"),
+        (lambda: CheckpointConfig(every_minutes=-1), r"checkpoint\.every_minutes = -1: give at"),
+        (
+            lambda: CheckpointConfig(every_steps=-1),
+            r"checkpoint\.every_steps = -1: give at least 0",
+        ),
+        (lambda: CheckpointConfig(keep=0), r"checkpoint\.keep = 0: give at least 1"),
+        (lambda: _tiny(hang_minutes=-1), r"hang_minutes = -1: give at least 0"),
+        (
+            lambda: _tiny(
+                resume="required", checkpoint=CheckpointConfig(every_steps=0, every_minutes=0)
+            ),
+            r"resume = 'required': nothing is saved .*--resume auto",
+        ),
         (lambda: EvalConfig(every=-1), r"eval\.every = -1: give at least 0"),
         (lambda: EvalConfig(batches=0), r"eval\.batches = 0: give at least 1"),
         (lambda: SampleConfig(prompt=""), r"sample\.prompt = '': give at least a character"),
@@ -86,6 +114,12 @@ def test_refusals(make, message):
 
 def _tiny(**changes) -> RunConfig:
     return replace(cpu_tiny(), **changes)
+
+
+def test_a_small_vocabulary_is_enough_for_what_is_not_bytes():
+    model = replace(cpu_tiny().model, vocab_size=64)
+    data = replace(cpu_tiny().data, source="synthetic", eval_fraction=0)
+    assert replace(cpu_tiny(), model=model, data=data).model.vocab_size == 64
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -102,6 +102,12 @@ def test_gradients_and_moments_lie_as_their_parameters_do(runs, name):
 
 
 @pytest.mark.parametrize("name", [*OTHERS, "1 device"])
+def test_a_lone_host_makes_the_rows_of_all_devices(runs, name):
+    *parts, num_parts = runs[name]["host_rows"].tolist()
+    assert parts == [*range(num_parts)] and num_parts in (1, 4, 8)
+
+
+@pytest.mark.parametrize("name", [*OTHERS, "1 device"])
 def test_the_training_step_compiles_once(runs, name):
     # Unrolled, the first update in place turns each layer's slice of a parameter into another
     # view, so the second step is compiled too. The device loop has no such views.

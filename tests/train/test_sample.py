@@ -1,9 +1,18 @@
 """Generation from a function of one shape."""
 
+from dataclasses import replace
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 
-from train.sample import generate
+from tests.train.data.helpers import word_tokenizer
+from train.config import SampleConfig
+from train.data.config import TokenizerConfig
+from train.data.tokenizer import FileTokenizer
+from train.presets import cpu_tiny
+from train.sample import Sampler, generate
 
 V = 7
 
@@ -72,3 +81,49 @@ def test_refusals():
         generate(successor(), np.array([]), length=1, sequence_length=4)
     with pytest.raises(ValueError, match=r"temperature = -1: give 0"):
         generate(successor(), np.array([1]), length=1, sequence_length=4, temperature=-1)
+
+
+def test_ids_that_the_tokenizer_has_not_are_never_drawn():
+    text = generate(
+        lambda ids, segments: np.tile(np.arange(V) * 30.0, (len(ids), 1)),
+        np.array([0]),
+        length=8,
+        sequence_length=4,
+        batch_size=3,
+        vocab_size=4,
+    )
+    assert text.max() == 3
+
+
+def sampler_of(tmp_path, logits, **fields):
+    """A sampler with the word tokenizer, on a mesh of two row shards that is none."""
+    sample = SampleConfig(**{"prompt": "a one", "length": 5, "temperature": 0} | fields)
+    config = replace(cpu_tiny(), sample=sample, steps=10)
+    mesh = SimpleNamespace(num_row_shards=2, place_batch=lambda batch: batch)
+    path = word_tokenizer(tmp_path / "t.json")
+    tokenizer = FileTokenizer(TokenizerConfig(path=str(path)))
+    return Sampler(config, tokenizer, mesh, logits)
+
+
+def test_a_text_begins_with_the_begin_token_and_stops_at_the_end_token(tmp_path):
+    shapes, windows = set(), []
+
+    def logits(input_ids, segment_ids):
+        shapes.add((input_ids.shape, segment_ids.shape))
+        windows.append(input_ids[0][segment_ids[0] == 1].tolist())
+        following = {6: 7, 7: 8, 8: 1, 1: 3}  # one two three <eos> a ...
+        values = np.zeros((2, 300))
+        values[:, [following.get(int(input_ids[0, -1]), 2), 299]] = [5, 9]  # 299: no such token
+        return torch.tensor(values)
+
+    sampler = sampler_of(tmp_path, logits)
+    assert sampler() == sampler() == "a one two three"
+    assert windows[0] == [0, 3, 6]
+    assert shapes == {((2, 128), (2, 128))}
+
+
+def test_when_a_sample_is_due(tmp_path):
+    due = [step for step in range(1, 11) if sampler_of(tmp_path, None, every=4).is_due(step)]
+    assert due == [4, 8, 10]
+    assert [s for s in range(1, 11) if sampler_of(tmp_path, None).is_due(s)] == [10]
+    assert not sampler_of(tmp_path, None, length=0, every=1).is_due(10)

@@ -34,13 +34,17 @@ class Remedy:
 
 
 def best_remedies(
-    config: RunConfig, topology: Topology, larger: Topology | None, used_bytes: int, count: int = 3
+    config: RunConfig,
+    topology: Topology | None,
+    larger: Topology | None,
+    used_bytes: int,
+    count: int = 3,
 ) -> list[Remedy]:
     """The `count` remedies that save most, largest saving first.
 
     Args:
         config: what does not fit, on a mesh of the topology's chips.
-        topology: the slice it was compiled for.
+        topology: the slice it was compiled for; needed where there is a `larger` one.
         larger: the next slice with more of the same chips, None if there is none.
         used_bytes: what the compiler says the program takes on a chip.
     """
@@ -151,7 +155,9 @@ def _dtypes(config: RunConfig, used_bytes: int) -> Iterator[Remedy]:
         )
 
 
-def _more_chips(config: RunConfig, topology: Topology, larger: Topology | None) -> Iterator[Remedy]:
+def _more_chips(
+    config: RunConfig, topology: Topology | None, larger: Topology | None
+) -> Iterator[Remedy]:
     if larger is None:
         return
     state = _state(config)

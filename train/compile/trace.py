@@ -98,7 +98,7 @@ def trace_step(config: RunConfig) -> TracedStep:
     shape = (config.data.batch_size, config.data.sequence_length)
     batch = {
         name: inputs.make(name, shape, torch.int32, (ROW_AXES, None))
-        for name in ("input_ids", "labels", "segment_ids")
+        for name in config.data.batch_arrays
     }
     with scopes:
         metrics = train_step(model, optimizer, layout, batch)

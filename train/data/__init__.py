@@ -1,122 +1,106 @@
-"""Text files to batches: find, read, split (files), bytes (tokenizer), sequences (packing).
+"""Documents to batches: find and read (documents), ids (tokenizer, token_row, token_folder),
+sequences (packing, synthetic), order and hosts (batches); sources puts them together.
 
-    data = TextData.load(config)
-    for batch in data.train_batches(start=0): ...     endless; batch i is the same in every run
-    for batch in data.eval_batches(4): ...            the same few, of the same shape
+    data = TextData.load(config.data, vocab_size=config.model.vocab_size)
+    batches = data.train_batches(HostRows(...))       endless; batch i is the same in every run
+    batches.state_dict(), batches.load_state_dict()   where it is: one sample number
+    data.eval_set(4).batches                          the same few each time, of the same shape
 
-A batch is a dict of int32 numpy arrays [B, S]: input_ids, labels, segment_ids (`PackedSequences`).
-B is the global batch; every process makes all of it, and the mesh takes its rows.
-
-grain shuffles, batches and prefetches. It imports jax, though without starting a backend; on a
-TPU host torch_xla must still take the chips first, so grain is only imported when the first
-training batch is asked for.
+grain orders, batches and prefetches. It imports jax, though without starting a backend; on a TPU
+host torch_xla must still take the chips first, so grain is only imported when the first training
+batch is asked for.
 """
 
-import logging
-from collections.abc import Iterator
+from __future__ import annotations
+
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from train.data.files import find_files, read_documents, split
-from train.data.packing import IGNORED, PackedSequences
-from train.data.tokenizer import ByteTokenizer
+from train.data.batches import Batch, Batches, HostRows, SampleSource, fill, restarted_positions
+from train.data.packing import IGNORED
+from train.data.sources import HeldOut, open_source
+from train.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
-    from train.config import DataConfig
+    from train.data.config import DataConfig
 
-__all__ = ["IGNORED", "Batch", "ByteTokenizer", "PackedSequences", "TextData"]
+__all__ = ["IGNORED", "Batch", "Batches", "ByteTokenizer", "EvalSet", "HostRows", "TextData"]
 
-_ENDLESS = 2**31  # epochs; grain's own endless repeat overflows in batches of one
-Batch = dict[str, np.ndarray]
+
+@dataclass(frozen=True)
+class EvalSet:
+    """Batches to evaluate on."""
+
+    batches: list[Batch]
+    """Of the training shape, this host's rows filled in."""
+    bytes_per_token: float
+    """See `HeldOut`."""
 
 
 @dataclass(frozen=True)
 class TextData:
-    """A corpus, cut into training and held-out sequences."""
+    """A corpus: samples to train on, and sequences to evaluate on."""
 
-    config: "DataConfig"
+    config: DataConfig
     """Where it came from."""
-    tokenizer: ByteTokenizer
-    """Text to ids and back."""
-    train: PackedSequences
-    """Sequences of the training files."""
-    held_out: PackedSequences | None
-    """Sequences of the held-out files; None without any."""
+    vocab_size: int
+    """Of the model: every id is below it."""
+    tokenizer: Tokenizer | None
+    """Text to ids and back; None for synthetic ids."""
+    train: SampleSource
+    """What training batches are drawn from."""
+    held_out: Callable[[int], HeldOut] | None
+    """At most so many held-out sequences, the same ones each time; None without any."""
 
     @classmethod
-    def load(cls, config: "DataConfig") -> "TextData":
-        """Reads all text. Raises ValueError for paths without text, and for text shorter than one
-        sequence."""
-        tokenizer = ByteTokenizer()
-        files = find_files(config.path, config.pattern, config.skip)
-        documents = read_documents(files, config.max_bytes)
-        train, held_out = split(documents, config.eval_fraction)
-        length = config.sequence_length
-        packed = PackedSequences(train, length, tokenizer)
-        if packed.num_tokens < length:
-            raise ValueError(
-                f"data.sequence_length = {length}: the training text has {packed.num_tokens} "
-                "tokens in all. Give shorter sequences, or more text in --data.path"
-            )
-        return cls(
-            config,
-            tokenizer,
-            packed,
-            PackedSequences(held_out, length, tokenizer) if held_out else None,
-        )
+    def load(cls, config: DataConfig, *, vocab_size: int) -> TextData:
+        """Opens the source: reads all text of files, maps tokens, asks for a stream. Raises
+        ValueError for what cannot be read, and for text shorter than one sequence."""
+        tokenizer = None
+        if config.source != "synthetic":
+            tokenizer = load_tokenizer(config.tokenizer, vocab_size)
+        train, held_out = open_source(config, tokenizer, vocab_size)
+        return cls(config, vocab_size, tokenizer, train, held_out)
 
-    def train_batches(self, start: int = 0) -> Iterator[Batch]:
-        """Endless batches from number `start` on. Each epoch has an order of its own; a batch may
-        end one epoch and begin the next."""
-        grain = _import_grain()
-        batches = (
-            grain.MapDataset.source(self.train)
-            .shuffle(seed=self.config.seed)
-            .repeat(_ENDLESS)
-            .batch(self.config.batch_size)
-            .to_iter_dataset(
-                grain.ReadOptions(num_threads=1, prefetch_buffer_size=self.config.prefetch)
-            )
-        )
-        iterator = iter(batches)
-        iterator.set_state({"next_index": start})
-        return iterator
+    def train_batches(self, rows: HostRows = HostRows()) -> Batches:
+        """Endless global batches, `rows` of them filled in. A batch raises ValueError if it holds
+        an id that the model does not have."""
+        shape = (self.config.batch_size, self.config.sequence_length)
+        return Batches(self.train, shape, rows, self._finish)
 
-    def eval_batches(self, num_batches: int) -> list[Batch]:
-        """The first sequences of an order fixed by the seed, in batches of the training shape, as
-        many as there are up to `num_batches`; the last is filled up with empty rows. Raises
-        ValueError without held-out text."""
+    def eval_set(self, num_batches: int, rows: HostRows = HostRows()) -> EvalSet:
+        """Held-out batches, as many as there are up to `num_batches`; the last is filled up with
+        empty rows. Raises ValueError without held-out text, and for an id that the model does not
+        have."""
         if self.held_out is None:
+            raise ValueError(_NOTHING_HELD_OUT[self.config.source])
+        size, length = self.config.batch_size, self.config.sequence_length
+        held_out = self.held_out(num_batches * size)
+        batches = []
+        for start in range(0, len(held_out.sequences), size):
+            # A host without a row in the last batch still has to make one, of nothing.
+            mine = [r for r in rows.of(size) if start + r < len(held_out.sequences)]
+            sequences = [held_out.sequences[start + row] for row in mine]
+            batches.append(self._finish(fill(sequences, mine, (size, length))))
+        return EvalSet(batches, held_out.bytes_per_token)
+
+    def _finish(self, batch: Batch) -> Batch:
+        if batch["input_ids"].max() >= self.vocab_size:
             raise ValueError(
-                "data.eval_fraction = 0 holds no text out: give a share, or --eval.every 0"
+                f"data.path = {self.config.path}: a batch holds token {batch['input_ids'].max()}, "
+                f"and model.vocab_size = {self.vocab_size}: the tokens were made for another "
+                "model, or are damaged. Make them anew with python -m train tokenize"
             )
-        size = self.config.batch_size
-        order = np.random.default_rng(self.config.seed).permutation(len(self.held_out))
-        order = order[: num_batches * size]
-        return [
-            _stack([self.held_out[i] for i in order[start : start + size]], size)
-            for start in range(0, len(order), size)
-        ]
+        if self.config.restart_positions:
+            batch["positions"] = restarted_positions(batch["segment_ids"])
+        return batch
 
 
-def _stack(rows: list[Batch], size: int) -> Batch:
-    empty = {name: np.zeros_like(row) for name, row in rows[0].items()}
-    empty["labels"] += IGNORED
-    rows = rows + [empty] * (size - len(rows))
-    return {name: np.stack([row[name] for row in rows]) for name in empty}
-
-
-def _import_grain() -> ModuleType:
-    # grain warns through absl, at import, that the pinned jaxlib cannot profile grain's worker
-    # processes. There are none here.
-    logger = logging.getLogger("absl")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        import grain
-    finally:
-        logger.setLevel(level)
-    return grain
+_NOTHING_HELD_OUT = {
+    "files": "data.eval_fraction = 0 holds no text out: give a share, or --eval.every 0",
+    "tokens": "data.path: no document was held out when these tokens were made: make them with a "
+    "larger --data.eval_fraction, or give --eval.every 0",
+    "huggingface": "data.huggingface.eval_split = '': nothing to evaluate on: name a split, or "
+    "give --eval.every 0",
+}
