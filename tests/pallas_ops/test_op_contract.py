@@ -28,6 +28,10 @@ def sample(dtype, sharding, requires_grad=True):
     return {
         "gmm": (floats(8, 5), floats(3, 5, 4), sizes, False, reduce, text),
         "gmm transposed": (floats(8, 5), floats(3, 4, 5, dtype=wide), sizes, True, reduce, text),
+        "gmm of a range": (
+            *(floats(8, 5), floats(2, 5, 4), sizes, False, reduce, text),
+            *(1, floats(8, 4)),
+        ),
         "tgmm": (floats(8, 5), floats(8, 4), sizes, dtype, reduce, text),
         "tgmm wide": (floats(8, 5), floats(8, 4), sizes, wide, reduce, text),
         "routing_plan": (ids, 3, text),
