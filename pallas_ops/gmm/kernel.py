@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_ops.chips import V6E
-from pallas_ops.gmm.visits import Visits, make_visits
+from pallas_ops.gmm.visits import KEEP, Rest, Visits, make_visits
 from pallas_ops.tiling import Tiles, choose_gmm_tiles, gmm_vmem_bytes, row_buckets
 
 _NUM_SLOTS = 2
@@ -43,12 +43,16 @@ def gmm(
     *,
     transpose_rhs: bool,
     group_offset: int = 0,
+    rest: tuple[Rest, Rest] | None = None,
     interpret: bool | pltpu.InterpretParams,
     tiles: Tiles | None = None,
 ) -> tuple[jax.Array]:
     """One device. lhs [R, K]; rhs [G, K, N], or [G, N, K] transposed, the matrices of groups
     [group_offset, group_offset + G) of group_sizes int32 [G_all]; partial_sum [R, N] or None.
     Returns ([R, N],), in the memory of partial_sum where XLA can spare it.
+
+    `rest` is for the rows before the groups and after them; None is "keep" with a partial_sum, else
+    "zero".
 
     Raises ValueError for tiles that cut K.
     """
@@ -73,13 +77,15 @@ def gmm(
         padding = [(0, num_n * tile_n - size_n if dim == n_dim else 0) for dim in range(3)]
         rhs = jnp.pad(rhs, padding)
 
+    if rest is None:
+        rest = ("zero",) * 2 if partial_sum is None else ("keep",) * 2
     visits, num_visits = make_visits(
         group_sizes,
         num_rows,
         tile_m,
         group_offset=group_offset,
         num_groups=num_groups,
-        keep=partial_sum is not None,
+        rest=rest,
     )
     kept = () if partial_sum is None else (partial_sum.astype(lhs.dtype),)
     rhs_block = (tile_n, size_k) if transpose_rhs else (size_k, tile_n)
@@ -87,7 +93,6 @@ def gmm(
     out = pl.pallas_call(
         functools.partial(
             _kernel,
-            has_kept=bool(kept),
             transpose_rhs=transpose_rhs,
             precision=jax.lax.Precision.HIGHEST if itemsize == 4 else None,
         ),
@@ -128,7 +133,7 @@ def gmm(
     return (out,)
 
 
-def _kernel(*refs, has_kept, transpose_rhs, precision):
+def _kernel(*refs, transpose_rhs, precision):
     num_scalars = len(Visits._fields)
     visits = Visits(*refs[:num_scalars])
     lhs, rhs, *kept, out, matrices, arrivals = refs[num_scalars:]
@@ -137,8 +142,10 @@ def _kernel(*refs, has_kept, transpose_rhs, precision):
     tile_m = out.shape[0]
 
     @pl.when(rank < 0)
-    def _keep():
-        values = kept[0][...] if has_kept else jnp.zeros_like(out)
+    def _rest():
+        values = jnp.zeros_like(out)
+        if kept:
+            values = jnp.where(rank == KEEP, kept[0][...], values)
         _store(out, slice(None), slice(None), first, end, values)
 
     matrix = _arrived(visits, rhs, matrices, arrivals, transpose_rhs)
@@ -248,7 +255,7 @@ def gmm_sharded(
     partial_sum: jax.Array | None = None,
     *,
     transpose_rhs: bool,
-    group_offset: int,
+    group_offset: int = 0,
     weight_axis: str,
     weight_dim: int | None,
     interpret: bool,

@@ -17,7 +17,7 @@ from jax._src.pallas.mosaic import interpret as interpreter
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_ops.gmm.kernel import gmm
-from pallas_ops.gmm.visits import make_visits
+from pallas_ops.gmm.visits import KEEP, ZERO, make_visits
 from pallas_ops.tiling import Tiles, row_buckets
 
 STRICT = pltpu.InterpretParams(
@@ -179,14 +179,14 @@ def test_fewer_rows_than_a_tile_and_columns_in_parts():
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
-def visits_of(sizes, num_rows, tile_m, offset, num_groups, keep):
+def visits_of(sizes, num_rows, tile_m, offset, num_groups, rest):
     return make_visits(
-        sizes, num_rows, tile_m, group_offset=offset, num_groups=num_groups, keep=keep
+        sizes, num_rows, tile_m, group_offset=offset, num_groups=num_groups, rest=rest
     )
 
 
-def brute_force(sizes, num_rows, tile_m, offset, num_groups, keep):
-    """(group or -1, tile, own rows of the tile), found by looking at every row."""
+def brute_force(sizes, num_rows, tile_m, offset, num_groups, rest):
+    """(group, ZERO or KEEP, tile, own rows of the tile), found by looking at every row."""
     owner = [g for g, size in enumerate(sizes) for _ in range(size)]
     owner += [len(sizes)] * (num_rows - len(owner))
     inside = range(offset, offset + num_groups)
@@ -196,20 +196,26 @@ def brute_force(sizes, num_rows, tile_m, offset, num_groups, keep):
         if not found or found[-1][:2] != (segment[row], tile):
             found.append((segment[row], tile, []))
         found[-1][2].append(row % tile_m)
-    if keep:
-        before = [v for v in found if v[0] == -1][-1:]
-        after = [v for v in found if v[0] == len(sizes)][:1]
-        found = [*before, *(v for v in found if v[0] in inside), *after]
-    return [(g - offset if g in inside else -1, tile, rows) for g, tile, rows in found]
+    before = [v for v in found if v[0] == -1]
+    after = [v for v in found if v[0] == len(sizes)]
+    own = found[len(before) : len(found) - len(after)]
+    codes = [KEEP if side == "keep" else ZERO for side in rest]
+    before = [(codes[0], *v[1:]) for v in before][-1 if rest[0] != "zero" else 0 :]
+    after = [(codes[1], *v[1:]) for v in after][: 1 if rest[1] != "zero" else None]
+    return [*before, *((g - offset, tile, rows) for g, tile, rows in own), *after]
 
 
-@given(group_sizes(), RANGES)
-@example([0, 0, 0, 0], (1, 2, True))
-@example([600, 0, 0, 0], (1, 2, True))
-@example([150, 150, 150, 150], (0, 4, False))
-def test_visits_equal_brute_force(sizes, groups):
-    offset, num_groups, keep = groups
-    arguments = (NUM_ROWS, TILE_M, offset, num_groups, keep)
+SIDES = st.sampled_from(["zero", "keep", "leave"])
+
+
+@given(group_sizes(), RANGES, SIDES, SIDES)
+@example([0, 0, 0, 0], (1, 2, True), "keep", "keep")
+@example([600, 0, 0, 0], (1, 2, True), "keep", "leave")
+@example([0, 0, 0, 600], (1, 2, True), "zero", "leave")
+@example([150, 150, 150, 150], (0, 4, False), "zero", "zero")
+def test_visits_equal_brute_force(sizes, groups, before, after):
+    offset, num_groups, _ = groups
+    arguments = (NUM_ROWS, TILE_M, offset, num_groups, (before, after))
     visits, num_visits = visits_of(jnp.array(sizes, jnp.int32), *arguments)
     assert {array.dtype for array in visits} == {np.dtype(np.int32)}
     visits = type(visits)(*(array.tolist() for array in visits))
@@ -217,7 +223,7 @@ def test_visits_equal_brute_force(sizes, groups):
     assert 1 <= int(num_visits) == len(expected) <= len(visits.tile)
     got = [
         (
-            visits.order[rank] if rank >= 0 else -1,
+            visits.order[rank] if rank >= 0 else rank,
             visits.tile[v],
             list(range(visits.first[v], visits.end[v])),
         )
@@ -227,7 +233,7 @@ def test_visits_equal_brute_force(sizes, groups):
     used = [g for g, _ in itertools.groupby(v[0] for v in expected) if g >= 0]
     assert visits.num_used == [len(used)] and visits.order[: len(used)] == used
     for v, (group, tile, _) in enumerate(expected):
-        assert (visits.lhs_tile if group >= 0 else visits.kept_tile)[v] == tile
+        assert group == ZERO or (visits.lhs_tile if group >= 0 else visits.kept_tile)[v] == tile
     # Blocks of lhs move no more often than its tiles with a group need, and are addresses of it.
     reads = [t for t, _ in itertools.groupby(visits.lhs_tile[: len(expected)])]
     assert len(reads) == max(1, len({tile for group, tile, _ in expected if group >= 0}))

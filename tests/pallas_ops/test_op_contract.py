@@ -24,6 +24,7 @@ def sample(dtype, sharding, requires_grad=True):
     ids = torch.tensor([[0, 2], [2, 0], [2, 0], [0, 2]], dtype=torch.int32)
     text = "" if sharding is None else sharding.to_json()
     sizes, *slots = routing_plan(ids, 3, sharding=sharding)
+    four, *_ = routing_plan(ids, 4, sharding=sharding)
     wide, reduce = torch.promote_types(dtype, torch.float32), torch.float32
     return {
         "gmm": (floats(8, 5), floats(3, 5, 4), sizes, False, reduce, text),
@@ -32,6 +33,11 @@ def sample(dtype, sharding, requires_grad=True):
             *(floats(8, 5), floats(2, 5, 4), sizes, False, reduce, text),
             *(1, floats(8, 4)),
         ),
+        "split_gmm": (floats(8, 6), floats(2, 4, 3, 5), four, False, reduce, text),
+        "split_gmm transposed": (
+            *(floats(8, 5), floats(2, 4, 3, 5, dtype=wide), four, True, reduce, text),
+        ),
+        "split_tgmm": (floats(8, 6), floats(8, 5), four, dtype, reduce, text),
         "tgmm": (floats(8, 5), floats(8, 4), sizes, dtype, reduce, text),
         "tgmm wide": (floats(8, 5), floats(8, 4), sizes, wide, reduce, text),
         "routing_plan": (ids, 3, text),
