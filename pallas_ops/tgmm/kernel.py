@@ -1,9 +1,10 @@
 """Transposed grouped matmul in Pallas: out[g] = lhs_g^T @ rhs_g over the rows of each group.
 
-Grid (k, n) of output tiles; inside, a loop over the steps of pallas_ops/tgmm/steps.py, whose copies
-the kernel makes itself. Rows arrive in a ring of buffers, a few steps ahead. A group's result grows
-in one of two buffers while that of the group before leaves from the other, a piece at a time: one
-[K, N] in fp32 is as long on the wire as the rows of a whole group. Invariants:
+Grid (k, n, step): an output tile, then the steps of pallas_ops/tgmm/steps.py and one more, which
+only sends off the last result. The kernel makes its copies itself. Rows arrive in a ring of
+buffers, a few steps ahead. A group's result grows in one of two buffers while that of the group
+before leaves from the other, a piece at a time: one [K, N] in fp32 is as long on the wire as the
+rows of a whole group. Invariants:
 
 - exactly the rows of a group are read, rounded to the rows that memory is addressed by;
 - rows of other groups, and what an earlier step left in the buffer, are zeroed in *both* operands
@@ -95,7 +96,7 @@ def tgmm(
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(steps),
-            grid=(pl.cdiv(whole_k, tile_k), pl.cdiv(size_n, tile_n)),
+            grid=(pl.cdiv(whole_k, tile_k), pl.cdiv(size_n, tile_n), steps.num_steps[0] + 1),
             in_specs=[in_hbm, in_hbm],
             out_specs=in_hbm,
             scratch_shapes=[
@@ -108,7 +109,7 @@ def tgmm(
         ),
         out_shape=jax.ShapeDtypeStruct((num_groups, whole_k, lanes_n), out_dtype),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary", "arbitrary"),
+            dimension_semantics=("arbitrary", "arbitrary", "arbitrary"),
             vmem_limit_bytes=min(V6E.vmem_bytes, vmem_bytes(tiles, itemsize) + V6E.vmem_bytes // 4),
         ),
         cost_estimate=pl.CostEstimate(
@@ -206,72 +207,74 @@ def _kernel(
         own = (rows >= skip[step]) & (rows < num_rows[step])
         block[...] = jnp.where(own, block[...], jnp.zeros_like(block))
 
-    def turn(step, _):
-        """One step; the last turn has none, and only sends off the last group."""
-        g, slot = group[step], jax.lax.rem(step, NUM_BUFFERS)
-        opens = (step == 0) | (group[jnp.maximum(step - 1, 0)] != g)
-        rounds = accs.shape[0] == 1
-        acc = accs.at[0 if rounds else jax.lax.rem(g, 2)]
+    step = pl.program_id(2)
+    g, slot = group[step], jax.lax.rem(step, NUM_BUFFERS)
+    opens = (step == 0) | (group[jnp.maximum(step - 1, 0)] != g)
+    rounds = accs.shape[0] == 1
+    acc = accs.at[0 if rounds else jax.lax.rem(g, 2)]
 
-        @pl.when(step + NUM_BUFFERS - 1 < num_steps[0])
-        def _fetch_ahead():
-            copy_rows(step + NUM_BUFFERS - 1, start)
+    @pl.when(step == 0)
+    def _fill_ring():
+        count = jnp.minimum(NUM_BUFFERS - 1, num_steps[0])
+        jax.lax.fori_loop(0, count, lambda i, _: copy_rows(i, start), None)
 
-        @pl.when(opens & (g > 1))
-        def _free_result():
-            copy_pieces(g - 2, 0, num_pieces, wait)
+    @pl.when(step + NUM_BUFFERS - 1 < num_steps[0])
+    def _fetch_ahead():
+        copy_rows(step + NUM_BUFFERS - 1, start)
 
-        @pl.when(g > 0)
-        def _write_behind():
-            begin = jnp.where(opens, 0, num_written[jnp.maximum(step - 1, 0)])
-            copy_pieces(g - 1, begin, num_written[step], start)
+    @pl.when(opens & (g > 1))
+    def _free_result():
+        copy_pieces(g - 2, 0, num_pieces, wait)
 
-        copy_rows(step, wait)
+    @pl.when(g > 0)
+    def _write_behind():
+        begin = jnp.where(opens, 0, num_written[jnp.maximum(step - 1, 0)])
+        copy_pieces(g - 1, begin, num_written[step], start)
 
-        @pl.when(skip[step] > 0)
-        def _mask_front():
-            for ring in (lhs_ring, rhs_ring):
-                mask(ring, slot, step, 0, V6E.row_group)
+    copy_rows(step, wait)
 
-        block = min(tile_m, V6E.mxu_width)
+    @pl.when(skip[step] > 0)
+    def _mask_front():
+        for ring in (lhs_ring, rhs_ring):
+            mask(ring, slot, step, 0, V6E.row_group)
 
-        @pl.when(jax.lax.rem(num_rows[step], block) > 0)
-        def _mask_back():
-            for ring in (lhs_ring, rhs_ring):
-                mask(ring, slot, step, num_rows[step] // block * block, block)
+    block = min(tile_m, V6E.mxu_width)
 
-        @pl.when((num_rows[step] == 0) & (g < num_groups))
-        def _empty():
-            acc[...] = jnp.zeros_like(acc)
+    @pl.when(jax.lax.rem(num_rows[step], block) > 0)
+    def _mask_back():
+        for ring in (lhs_ring, rhs_ring):
+            mask(ring, slot, step, num_rows[step] // block * block, block)
 
-        def accumulate(size):
-            before = jnp.where(opens, jnp.zeros_like(acc), acc[...])
-            acc[...] = before + jax.lax.dot_general(
-                lhs_ring[slot, :size, :tile_k],
-                rhs_ring[slot, :size],
-                (((0,), (0,)), ((), ())),
-                precision=precision,
-                preferred_element_type=jnp.float32,
-            )
+    @pl.when((num_rows[step] == 0) & (g < num_groups))
+    def _empty():
+        acc[...] = jnp.zeros_like(acc)
 
-        for size in range(block, tile_m + 1, block):
-            is_it = (num_rows[step] > size - block) & (num_rows[step] <= size)
-            pl.when(is_it)(functools.partial(accumulate, size))
+    def accumulate(size):
+        before = jnp.where(opens, jnp.zeros_like(acc), acc[...])
+        acc[...] = before + jax.lax.dot_general(
+            lhs_ring[slot, :size, :tile_k],
+            rhs_ring[slot, :size],
+            (((0,), (0,)), ((), ())),
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
 
-        if rounds:
+    for size in range(block, tile_m + 1, block):
+        is_it = (num_rows[step] > size - block) & (num_rows[step] <= size)
+        pl.when(is_it)(functools.partial(accumulate, size))
 
-            @pl.when((group[step + 1] != g) & (g < num_groups))
-            def _round():
-                # A few rows at a time: of a whole result the compiler would spill every register.
-                for first in range(0, tile_k, V6E.row_group):
-                    rows = pl.ds(first, V6E.row_group)
-                    result[jax.lax.rem(g, 2), rows] = acc[rows].astype(result.dtype)
+    if rounds:
 
-    jax.lax.fori_loop(
-        0, jnp.minimum(NUM_BUFFERS - 1, num_steps[0]), lambda step, _: copy_rows(step, start), None
-    )
-    jax.lax.fori_loop(0, num_steps[0] + 1, turn, None)
-    copy_pieces(num_groups - 1, 0, num_pieces, wait)
+        @pl.when((group[step + 1] != g) & (g < num_groups))
+        def _round():
+            # A few rows at a time: of a whole result the compiler would spill every register.
+            for first in range(0, tile_k, V6E.row_group):
+                rows = pl.ds(first, V6E.row_group)
+                result[jax.lax.rem(g, 2), rows] = acc[rows].astype(result.dtype)
+
+    @pl.when(step == num_steps[0])
+    def _finish():
+        copy_pieces(num_groups - 1, 0, num_pieces, wait)
 
 
 def start(copy) -> None:
