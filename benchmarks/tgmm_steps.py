@@ -155,9 +155,7 @@ def _visits(steps: TgmmSteps) -> list[tuple[str, np.ndarray]]:
     visits += [("0 loop", count) for count in counts]
     visits += [("0 guard", steps.skip > 0), ("0 guard", steps.num_rows % block > 0)]
     visits += [("0 guard", (steps.num_rows == 0) & is_group)]
-    visits += [
-        ("0 guard", steps.blocks == size) for size in range(1, steps.tile_m // block + 1)
-    ]
+    visits += [("0 guard", steps.blocks == size) for size in range(1, steps.tile_m // block + 1)]
     if steps.rounds:
         visits += [("0 guard", np.append(opens[1:], False))]
     return [*visits, ("0 loop", np.where(here == last, steps.num_pieces, 0))]

@@ -170,10 +170,10 @@ def _backward(ctx, dout):
     if ctx.needs_input_grad[1]:
         left, right = (dout, lhs) if transpose_rhs else (lhs, dout)
         drhs = torch.ops.pallas_ops.tgmm(
-            left, right, group_sizes, rhs.dtype, reduce_dtype, sharding
+            *(left, right, group_sizes, rhs.dtype, reduce_dtype, sharding),
+            group_offset=group_offset,
+            num_groups=rhs.shape[0],
         )
-        if group_sizes.shape[-1] != rhs.shape[0]:
-            drhs = drhs[group_offset : group_offset + rhs.shape[0]].clone()
     if any(ctx.needs_input_grad[7:]):  # arguments left at their defaults are not counted
         kept = reference.other_rows(group_sizes, lhs.shape[0], group_offset, rhs.shape[0])
         dpartial = torch.where(kept[:, None], dout, 0)

@@ -23,7 +23,8 @@ def split_gmm(
     interpret: bool,
 ) -> tuple[jax.Array]:
     """One device: nothing to gather, one product. rhs [2, G, A/2, B]."""
-    return gmm(lhs, _joined(rhs), group_sizes, transpose_rhs=transpose_rhs, interpret=interpret)
+    matrices = rhs.reshape(rhs.shape[1], -1, rhs.shape[3])
+    return gmm(lhs, matrices, group_sizes, transpose_rhs=transpose_rhs, interpret=interpret)
 
 
 def split_gmm_sharded(
@@ -62,7 +63,7 @@ def split_tgmm(
 ) -> tuple[jax.Array]:
     """One device: one product, in the split layout [2, G, A/2, B]."""
     (out,) = tgmm(lhs, rhs, group_sizes, out_dtype=out_dtype, interpret=interpret)
-    return (_split(out),)
+    return (out.reshape(2, out.shape[0], out.shape[1] // 2, out.shape[2]),)
 
 
 def split_tgmm_sharded(
@@ -77,24 +78,28 @@ def split_tgmm_sharded(
     weight_dim: int | None,
     interpret: bool,
 ) -> tuple[jax.Array]:
-    """Inside shard_map: the sum over devices of each one's gradient, left sharded as the weight."""
-    (out,) = tgmm(lhs, rhs, group_sizes[0], out_dtype=reduce_dtype, interpret=interpret)
-    out = _split(out)
-    if weight_dim is None:
-        return (jax.lax.psum(out, row_axes).astype(out_dtype),)
-    halves = [
-        jax.lax.psum_scatter(half, weight_axis, scatter_dimension=weight_dim, tiled=True)
-        for half in out
-    ]
+    """Inside shard_map: the sum over devices of each one's gradient, left sharded as the weight.
+
+    The first half is on its way while the second is multiplied.
+    """
+    half_of_groups = group_sizes.shape[-1] // 2
     others = tuple(axis for axis in row_axes if axis != weight_axis and jax.lax.axis_size(axis) > 1)
-    if others:
-        halves = [jax.lax.psum(half, others) for half in halves]
-    return (jnp.stack(halves).astype(out_dtype),)
-
-
-def _joined(rhs: jax.Array) -> jax.Array:
-    return rhs.reshape(rhs.shape[1], -1, rhs.shape[3])
-
-
-def _split(out: jax.Array) -> jax.Array:
-    return out.reshape(2, out.shape[0], out.shape[1] // 2, out.shape[2])
+    halves = []
+    for half in range(2):
+        (out,) = tgmm(
+            lhs,
+            rhs,
+            group_sizes[0],
+            out_dtype=reduce_dtype,
+            group_offset=half * half_of_groups,
+            num_groups=half_of_groups,
+            interpret=interpret,
+        )
+        out = out.reshape(2 * half_of_groups, -1, out.shape[-1])
+        if weight_dim is None:
+            out = jax.lax.psum(out, row_axes)
+        else:
+            out = jax.lax.psum_scatter(out, weight_axis, scatter_dimension=weight_dim, tiled=True)
+            out = jax.lax.psum(out, others) if others else out
+        halves.append(out.astype(out_dtype))
+    return (jnp.stack(halves),)

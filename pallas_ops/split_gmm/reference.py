@@ -50,5 +50,12 @@ def split_tgmm(
     reduce_dtype: torch.dtype,
 ) -> Tensor:
     """See `pallas_ops.split_gmm.op.split_tgmm`."""
-    out = tgmm.tgmm(lhs, rhs, group_sizes, out_dtype=out_dtype, reduce_dtype=reduce_dtype)
+    out = tgmm.tgmm(
+        lhs,
+        rhs,
+        group_sizes,
+        groups=slice(None),
+        out_dtype=out_dtype,
+        reduce_dtype=reduce_dtype,
+    )
     return split_experts(out)
