@@ -64,9 +64,8 @@ def main(product: str) -> None:
     shape = {s.name: s for s in (*GMM_SHAPES, *TGMM_SHAPES)}[product]
     rows, k, n, groups = shape.num_rows, shape.size_k, shape.size_n, shape.num_groups
     if isinstance(shape, GmmShape):
-        operand = (groups, n, k) if shape.transpose_rhs else (groups, k, n)
-        contracted = (((1,), (2 if shape.transpose_rhs else 1,)), ((), ()))
-        group_dims = [0]
+        # It takes no other layout of the weights: "rhs_contracting_dim != 1 - NYI".
+        operand, contracted, group_dims = (groups, k, n), (((1,), (1,)), ((), ())), [0]
     else:
         operand, contracted, group_dims = (rows, n), (((0,), (0,)), ((), ())), []
     numbers = jax.lax.RaggedDotDimensionNumbers(contracted, [0], group_dims)

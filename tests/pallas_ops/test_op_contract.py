@@ -30,6 +30,7 @@ def sample(dtype, sharding, requires_grad=True):
         "gmm transposed": (floats(8, 5), floats(3, 4, 5, dtype=wide), sizes, True, reduce, text),
         "tgmm": (floats(8, 5), floats(8, 4), sizes, dtype, reduce, text),
         "tgmm wide": (floats(8, 5), floats(8, 4), sizes, wide, reduce, text),
+        "tgmm of two groups": (floats(8, 5), floats(8, 4), sizes, dtype, reduce, text, 1, 2),
         "routing_plan": (ids, 3, text),
         "permute": (floats(4, 5), *slots, text),
         "unpermute": (floats(8, 5), *slots, text),
