@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from benchmarks import kernel_registry
-from benchmarks.kernel_registry import Kernel
+from benchmarks.kernel_entry import Kernel
 from pallas_ops.tiling import Tiles
 
 ENVIRONMENT = {

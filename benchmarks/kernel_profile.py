@@ -29,12 +29,15 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import kernel_registry
+from benchmarks import kernel_registry, tgmm_steps
 from benchmarks.grid_steps import GridSteps, trace_grid, window_steps
 from benchmarks.kernel_compile import compile_with_dump
-from benchmarks.kernel_registry import CALIBRATION, OPS, ROUTINGS, Kernel, group_sizes
+from benchmarks.kernel_entry import Kernel
+from benchmarks.kernel_registry import CALIBRATION, OPS, PEERS
+from benchmarks.routings import ROUTINGS, group_sizes
 from benchmarks.static_schedule import VMATMUL_CYCLES, Schedule, read_schedule
 from benchmarks.step_time import EVERY_STEP, modelled_time, region_sums, step_sums
+from benchmarks.tgmm_steps import VMATMUL_FLOPS, TgmmSteps
 from pallas_ops.chips import V6E
 from pallas_ops.tiling import Tiles
 
@@ -49,8 +52,8 @@ class Options:
     """An op of the registry, or "all" of ours; without it all, or with --calibrate none."""
     shape: str | None = None
     """A shape of the op; all if left out."""
-    routing: Literal["balanced", "worst", "aligned", "all"] = "balanced"
-    """Rows of each group: random with seed 0, every group boundary inside a tile, or none."""
+    routing: Literal["balanced", "worst", "aligned", "zipf", "one hot", "all"] = "balanced"
+    """Rows of each group, see benchmarks/routings.py."""
     tiles: tuple[int, int, int] | None = None
     """Rows, k and n of a tile, instead of the op's own choice."""
     calibrate: bool = False
@@ -76,7 +79,7 @@ def selected(options: Options) -> list[tuple[Kernel, Tiles | None]]:
     if options.op is not None and options.shape is not None:
         found = [(kernel_registry.find(options.op, options.shape, tiles), tiles)]
     else:
-        ours = [op for op in OPS if op not in CALIBRATION]
+        ours = [op for op in OPS if op not in (*CALIBRATION, *PEERS)]
         if options.op is None:
             ops = [] if options.calibrate else ours
         else:
@@ -99,15 +102,33 @@ def profile(kernel: Kernel, tiles: Tiles | None, routings: tuple[str, ...]) -> l
         schedule = read_schedule(Path(folder), kernel.compiled_name)
     rows = []
     for routing in routings if kernel.routed else ("none",):
-        if kernel.is_pallas:
-            known = {i: group_sizes(routing, *sizes) for i, sizes in kernel.routed.items()}
+        known = {i: group_sizes(routing, *sizes) for i, sizes in kernel.routed.items()}
+        if kernel.own_copies is not None:
+            row = own_copies_row(kernel, schedule, kernel.own_copies(*known.values()))
+        elif kernel.is_pallas:
             fn = functools.partial(kernel.fn, **kernel.static, interpret=False)
-            steps = trace_grid(fn, kernel.signature, known)
+            row = estimate(kernel, schedule, trace_grid(fn, kernel.signature, known))
         else:
-            steps = window_steps(schedule.copies)
+            row = estimate(kernel, schedule, window_steps(schedule.copies))
         head = {"op": kernel.op, "shape": kernel.shape, "routing": routing}
-        rows.append({**head, **estimate(kernel, schedule, steps), "compile_s": round(seconds, 2)})
+        rows.append({**head, **row, "compile_s": round(seconds, 2)})
     return rows
+
+
+def own_copies_row(kernel: Kernel, schedule: Schedule, steps: TgmmSteps) -> dict[str, Any]:
+    """As `estimate`, for a kernel that makes its copies itself."""
+    figures = tgmm_steps.figures(schedule, steps)
+    seconds = figures["est_us"] / 1e6
+    return {
+        "source": MODELLED,
+        "useful_tflops": round(kernel.flops / seconds / 1e12, 1),
+        "frac_peak": round(kernel.flops / seconds / V6E.peak_bf16_flops, 4),
+        "frac_bandwidth": round(figures["dma_bytes"] / seconds / V6E.hbm_bytes_per_s, 4),
+        "mxu_useful": round(kernel.flops / figures.pop("issued_flops"), 4),
+        "published_us": None,
+        "note": kernel.note,
+        **figures,
+    }
 
 
 def estimate(kernel: Kernel, schedule: Schedule, steps: GridSteps) -> dict[str, Any]:
@@ -139,6 +160,7 @@ def estimate(kernel: Kernel, schedule: Schedule, steps: GridSteps) -> dict[str, 
         "bundles_mean": round(float(bundles.mean()), 1),
         "bundles_by_region": regions,
         "mxu_floor_bundles": int(vmatmuls.max()) * VMATMUL_CYCLES // 2,
+        "mxu_useful": round(kernel.flops / (VMATMUL_FLOPS * vmatmuls.sum()), 4),
         "mxu_occupancy": occupancy["MXU"],
         "occupancy": occupancy,
         "num_steps": steps.num_steps,

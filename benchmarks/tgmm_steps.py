@@ -13,15 +13,19 @@ so writes that are spread over steps hide behind them, which max(compute, DMA) a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from benchmarks.static_schedule import Region, Schedule
+from benchmarks.static_schedule import VMATMUL_CYCLES, Region, Schedule
 from benchmarks.step_time import CLOCK_HZ
 from pallas_ops.chips import V6E
 from pallas_ops.tgmm import tiling
 from pallas_ops.tgmm.steps import group_steps
 from pallas_ops.tiling import Tiles
+
+VMATMUL_FLOPS = 2 * 16 * V6E.mxu_width**2
+"""Multiplications and additions of one vmatmul: 16 rows against a whole matrix unit."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class TgmmSteps:
         return -(-self.num_rows // min(self.tile_m, V6E.mxu_width))
 
 
-def tgmm_steps(
+def find_steps(
     group_sizes: np.ndarray, num_rows: int, size_k: int, size_n: int, out_itemsize: int
 ) -> TgmmSteps:
     """Steps of bf16 operands, with the tiles that the kernel chooses. Raises ValueError if those
@@ -86,7 +90,9 @@ def tgmm_steps(
     lanes = sum(_up(size, V6E.num_lanes) for size in (size_k, size_n))
     heights = np.minimum(piece, size_k - piece * np.arange(num_pieces))
     first = np.where(opens, 0, np.append(0, sent[:-1]))
-    written = [heights[begin : begin + count].sum() for begin, count in zip(first, pieces)]
+    written = [
+        heights[begin : begin + count].sum() for begin, count in zip(first, pieces, strict=True)
+    ]
     return TgmmSteps(
         group=group,
         skip=skip,
@@ -192,3 +198,37 @@ def queue_seconds(bundles: np.ndarray, steps: TgmmSteps, fixed_bundles: int) -> 
             departure[group - 1] = queue
         time = max(time, arrival[step]) + bundles[step] / CLOCK_HZ
     return max(time, queue)
+
+
+def figures(schedule: Schedule, steps: TgmmSteps) -> dict[str, Any]:
+    """What `benchmarks.kernel_profile` reports of one call, from its schedule and steps."""
+    bundles = step_sums(schedule, steps, np.ones(schedule.num_bundles))
+    vmatmuls = step_sums(schedule, steps, schedule.vmatmuls)
+    loop = schedule.main_loop
+    seconds = queue_seconds(bundles, steps, schedule.num_bundles - (loop.last - loop.first))
+    occupancy = {
+        unit: round(
+            step_sums(schedule, steps, used).sum() / bundles.sum() / schedule.capacity[unit], 4
+        )
+        for unit, used in schedule.slots.items()
+    }
+    dma_bytes = int(steps.fetched.sum() + steps.written.sum())
+    dma_seconds = dma_bytes / V6E.hbm_bytes_per_s
+    return {
+        "tiles": [f"{steps.tile_m} rows", f"{steps.num_pieces} pieces a result"],
+        "est_us": round(1e6 * seconds, 3),
+        "dma_bytes": dma_bytes,
+        "bundles": int(bundles.max()),
+        "bundles_mean": round(float(bundles.mean()), 1),
+        "issued_flops": float(VMATMUL_FLOPS * vmatmuls.sum()),
+        "mxu_floor_bundles": int(vmatmuls.max()) * VMATMUL_CYCLES // 2,
+        "mxu_occupancy": occupancy["MXU"],
+        "occupancy": occupancy,
+        "num_steps": len(bundles),
+        "num_live_steps": len(bundles) - 1,
+        "compute_us": round(1e6 * bundles.sum() / CLOCK_HZ, 1),
+        "dma_us": round(1e6 * dma_seconds, 1),
+        "dma_bytes_a_step": round(dma_bytes / len(bundles)),
+        "dump_confirms_block_bytes": True,
+        "vmem_bytes": schedule.vmem_bytes,
+    }

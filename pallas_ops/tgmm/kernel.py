@@ -176,9 +176,9 @@ def _kernel(
             own_k.each(functools.partial(copy_columns, lhs, lhs_ring))
             own_n.each(functools.partial(copy_columns, rhs, rhs_ring))
 
-        done, end = 0, pl.cdiv(num_rows[step], V6E.row_group) * V6E.row_group
+        done, end = 0, (num_rows[step] + V6E.row_group - 1) & -V6E.row_group
         for size in copy_sizes(tile_m):
-            count = (end - done) // size
+            count = jax.lax.div(end - done, size)  # `//` would mind signs, at every step
             jax.lax.fori_loop(
                 0, count, lambda i, _, size=size, done=done: copy(size, done + i * size), None
             )
@@ -240,10 +240,12 @@ def _kernel(
 
     block = min(tile_m, V6E.mxu_width)
 
-    @pl.when(jax.lax.rem(num_rows[step], block) > 0)
+    rest = jax.lax.rem(num_rows[step], block)
+
+    @pl.when(rest > 0)
     def _mask_back():
         for ring in (lhs_ring, rhs_ring):
-            mask(ring, slot, step, num_rows[step] // block * block, block)
+            mask(ring, slot, step, num_rows[step] - rest, block)
 
     @pl.when((num_rows[step] == 0) & (g < num_groups))
     def _empty():

@@ -6,6 +6,8 @@ are in row order, those of a group beside each other.
 
 While a group is multiplied, the result of the one before leaves for HBM in pieces: `num_written`
 spreads them evenly over the group's steps, so that they do not hold up the rows of the next step.
+Where there are several, the last one sends none: what it sent would keep the next group waiting for
+its buffer.
 """
 
 from __future__ import annotations
@@ -66,6 +68,8 @@ def group_steps(
         row=row[known] + nth * tile_m,
         skip=jnp.where(nth == 0, skip[known], 0),
         num_rows=jnp.clip(length[known] - nth * tile_m, 0, tile_m),
-        num_written=jnp.minimum(-(-(nth + 1) * num_pieces // num_steps[known]), num_pieces),
+        num_written=jnp.minimum(
+            -(-(nth + 1) * num_pieces // jnp.maximum(num_steps[known] - 1, 1)), num_pieces
+        ),
         num_steps=step_ends[-1:],
     )

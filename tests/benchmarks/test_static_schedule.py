@@ -6,7 +6,7 @@ import tempfile
 import numpy as np
 import pytest
 
-from benchmarks import kernel_compile, kernel_profile, kernel_registry
+from benchmarks import kernel_compile, kernel_entry, kernel_profile, kernel_registry, routings
 from benchmarks.grid_steps import GridSteps, window_steps
 from benchmarks.static_schedule import (
     Region,
@@ -243,14 +243,14 @@ def double(x, *, interpret):
 
 
 def test_routings():
-    balanced = kernel_registry.group_sizes("balanced", 4096, 8)
+    balanced = routings.group_sizes("balanced", 4096, 8)
     assert balanced.sum() == 4096 and len(set(balanced)) > 1 and balanced.dtype == np.int32
-    worst = kernel_registry.group_sizes("worst", 4096, 8)
+    worst = routings.group_sizes("worst", 4096, 8)
     bounds = np.cumsum(worst)[:-1]
-    assert set(kernel_registry.group_sizes("aligned", 4096, 8)) == {512}
+    assert set(routings.group_sizes("aligned", 4096, 8)) == {512}
     assert worst.sum() == 4096 and all(np.all(bounds % tile) for tile in (16, 48, 128, 512))
     with pytest.raises(ValueError, match="routing='even' is unknown"):
-        kernel_registry.group_sizes("even", 8, 2)
+        routings.group_sizes("even", 8, 2)
 
 
 def test_unknown_names_list_the_known():
@@ -280,7 +280,7 @@ def test_selection_leaves_out_tiny_shapes_and_public_kernels():
 
 
 def test_estimate_of_a_hand_made_schedule():
-    entry = kernel_registry.Kernel("op", "shape", double, (), 10**6, "op", visits=visits(1, 0, 2))
+    entry = kernel_entry.Kernel("op", "shape", double, (), 10**6, "op", visits=visits(1, 0, 2))
     row = kernel_profile.estimate(entry, schedule(), steps_of([8192] * 4, [4096] * 4))
     seconds = 3 / CLOCK_HZ + 4 * 41 / CLOCK_HZ + (8192 + 4096) / V6E.hbm_bytes_per_s
     assert row["bundles"] == 24 + 5 + 12 and row["dma_bytes"] == 4 * 12288

@@ -40,6 +40,7 @@ def sample(dtype, sharding, requires_grad=True):
         "split_tgmm": (floats(8, 6), floats(8, 5), four, dtype, reduce, text),
         "tgmm": (floats(8, 5), floats(8, 4), sizes, dtype, reduce, text),
         "tgmm wide": (floats(8, 5), floats(8, 4), sizes, wide, reduce, text),
+        "tgmm of two groups": (floats(8, 5), floats(8, 4), sizes, dtype, reduce, text, 1, 2),
         "routing_plan": (ids, 3, text),
         "permute": (floats(4, 5), *slots, text),
         "unpermute": (floats(8, 5), *slots, text),
