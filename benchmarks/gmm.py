@@ -95,7 +95,9 @@ def measure(product: str, kind: str) -> list[dict[str, Any]]:
             found.append(head | {"tiles": str(tiles), "error": str(error)[:300]})
             continue
         for row in rows:
-            useful = min(1.0, row["mxu_useful"] / columns_useful(shape))
+            useful = row.get("useful_rows")
+            if useful is None:
+                useful = min(1.0, row["mxu_useful"] / columns_useful(shape))
             found.append(head | row | {"rows_useful": round(useful, 4)})
     return mark_best(found)
 

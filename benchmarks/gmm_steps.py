@@ -8,6 +8,7 @@ lost. The very first is waited for at once.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,7 +109,7 @@ class GmmSteps:
         idle = np.append(0, np.cumsum(step - in_flight / rate))
         openings = np.flatnonzero(self.opens)
         lost = self.matrix_bytes / rate if len(openings) else 0.0
-        for begin, end in zip(openings[:-1], openings[1:], strict=True):
+        for begin, end in itertools.pairwise(openings):
             lost += max(0.0, self.matrix_bytes / rate - (idle[end] - idle[begin]))
         edges = (self.fetched[0] + self.written[-1]) / rate
         return float(edges + step.sum() + lost), int((in_flight / rate > compute).sum())
@@ -116,27 +117,35 @@ class GmmSteps:
 
 def branch_sums(schedule: Schedule, per_bundle: np.ndarray, num_branches: int) -> np.ndarray:
     """[num_branches] sum of a quantity over the bundles of a step that runs one innermost branch of
-    the body, everything around it included.
+    the body, everything around it included: the first branch, then those with products. Others
+    start or await copies; every step is charged with them.
 
     Raises ValueError when the compiler left another number of branches.
     """
     loop = schedule.main_loop
     body = max(loop.children, key=lambda guard: guard.last - guard.first)
-    around = per_bundle[loop.first : loop.last].sum() - per_bundle[body.first : body.last].sum()
-    found = _leaf_sums(body, per_bundle, around)
+
+    def total(region: Region) -> float:
+        return float(per_bundle[region.first : region.last].sum())
+
+    def multiplies(region: Region) -> bool:
+        return bool(schedule.vmatmuls[region.first : region.last].any())
+
+    def leaves(region: Region, around: float) -> list[float]:
+        inner = [child for child in region.children if multiplies(child)]
+        around += total(region) - sum(map(total, inner))
+        return [each for child in inner for each in leaves(child, around)] or [around]
+
+    rest = total(body.children[0]) if body.children else 0.0
+    products = leaves(body, total(loop) - total(body) - rest)
+    outside = total(loop) - sum(total(child) for child in body.children if multiplies(child))
+    found = [outside, *products]
     if len(found) != num_branches:
         raise ValueError(
-            f"the schedule of gmm has {len(found)} innermost branches, expected {num_branches}: "
-            "one for rows of no group and one a row count of `row_buckets`"
+            f"the schedule of gmm has {len(found) - 1} products, expected {num_branches - 1}: one "
+            "a row count of `row_buckets`"
         )
     return np.array(found)
-
-
-def _leaf_sums(region: Region, per_bundle: np.ndarray, around: float) -> list[float]:
-    own = around + region.own(per_bundle)
-    if not region.children:
-        return [own]
-    return [each for child in region.children for each in _leaf_sums(child, per_bundle, own)]
 
 
 def find_steps(

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.gmm_steps import GmmSteps
 from benchmarks.step_time import Visit
 from benchmarks.tgmm_steps import TgmmSteps
 
@@ -46,5 +47,5 @@ class Kernel:
     """Why the estimate is off the published time."""
     is_tiny: bool = False
     """Whether it is for tests, and run only when named."""
-    own_copies: Callable[[np.ndarray], TgmmSteps] | None = None
+    own_copies: Callable[[np.ndarray], TgmmSteps | GmmSteps] | None = None
     """Its steps by group sizes, for a kernel that makes its copies itself."""

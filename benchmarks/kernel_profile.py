@@ -29,7 +29,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import kernel_registry, tgmm_steps
+from benchmarks import kernel_registry
+from benchmarks.gmm_steps import GmmSteps
 from benchmarks.grid_steps import GridSteps, trace_grid, window_steps
 from benchmarks.kernel_compile import compile_with_dump
 from benchmarks.kernel_entry import Kernel
@@ -115,9 +116,11 @@ def profile(kernel: Kernel, tiles: Tiles | None, routings: tuple[str, ...]) -> l
     return rows
 
 
-def own_copies_row(kernel: Kernel, schedule: Schedule, steps: TgmmSteps) -> dict[str, Any]:
+def own_copies_row(
+    kernel: Kernel, schedule: Schedule, steps: TgmmSteps | GmmSteps
+) -> dict[str, Any]:
     """As `estimate`, for a kernel that makes its copies itself."""
-    figures = tgmm_steps.figures(schedule, steps)
+    figures = steps.figures(schedule)
     seconds = figures["est_us"] / 1e6
     return {
         "source": MODELLED,

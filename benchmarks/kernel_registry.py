@@ -10,12 +10,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 
-import numpy as np
-
-from benchmarks.grid_steps import GridSteps
+from benchmarks import gmm_steps
 from benchmarks.kernel_entry import Kernel
 from benchmarks.megablox import megablox_gmm, megablox_products
-from benchmarks.step_time import Visit
 from benchmarks.tgmm_steps import find_steps
 from pallas_ops.gmm import kernel as gmm_kernel
 from pallas_ops.gmm import shapes as gmm_shapes
@@ -40,45 +37,33 @@ def kernels(op: str, tiles: Tiles | None = None) -> dict[str, Kernel]:
 
 
 def _gmm(tiles: Tiles | None) -> list[Kernel]:
-    found = []
-    for shape in (*gmm_shapes.GEMMA4_26B, *gmm_shapes.TINY[1:2]):
-        k, n, groups = shape.size_k, shape.size_n, shape.num_groups
-
-        def live(steps: GridSteps) -> np.ndarray:
-            return steps.ids[1] < steps.scalars[3][0]
-
-        def opens(steps: GridSteps) -> np.ndarray:
-            return live(steps) & (steps.ids[2] == 0)
-
-        def computes(steps: GridSteps, groups=groups) -> np.ndarray:
-            return live(steps) & (steps.scalars[0][steps.ids[1]] < groups)
-
-        def closes(steps: GridSteps) -> np.ndarray:
-            return live(steps) & (steps.ids[2] == steps.grid[2] - 1)
-
-        found.append(
-            Kernel(
-                op="gmm",
-                shape=shape.name,
-                fn=gmm_kernel.gmm,
-                signature=(
-                    ((shape.num_rows, k), "bfloat16"),
-                    ((groups, *((n, k) if shape.transpose_rhs else (k, n))), "bfloat16"),
-                    ((groups,), "int32"),
-                ),
-                static={"transpose_rhs": shape.transpose_rhs, "tiles": tiles},
-                flops=shape.flops,
-                compiled_name="gmm",
-                visits=(
-                    Visit("zero", opens),
-                    Visit("accumulate", computes),
-                    Visit("store", closes),
-                ),
-                routed={2: (shape.num_rows, groups)},
-                is_tiny=shape in gmm_shapes.TINY,
-            )
+    if tiles is not None:
+        raise ValueError("op='gmm' is profiled with the tiles it chooses; leave tiles out")
+    return [
+        Kernel(
+            op="gmm",
+            shape=shape.name,
+            fn=gmm_kernel.gmm,
+            signature=(
+                ((shape.num_rows, shape.size_k), "bfloat16"),
+                (shape.rhs_shape, "bfloat16"),
+                ((shape.num_groups,), "int32"),
+            ),
+            static={"transpose_rhs": shape.transpose_rhs},
+            flops=shape.flops,
+            compiled_name="gmm",
+            routed={2: (shape.num_rows, shape.num_groups)},
+            is_tiny=shape in gmm_shapes.TINY,
+            own_copies=functools.partial(
+                gmm_steps.find_steps,
+                num_rows=shape.num_rows,
+                size_k=shape.size_k,
+                size_n=shape.size_n,
+                transpose_rhs=shape.transpose_rhs,
+            ),
         )
-    return found
+        for shape in (*gmm_shapes.GEMMA4_26B, *gmm_shapes.TINY[1:2])
+    ]
 
 
 def _tgmm(tiles: Tiles | None) -> list[Kernel]:

@@ -56,6 +56,10 @@ class TgmmSteps:
         """Whether each step is its group's first."""
         return np.append(True, self.group[1:] != self.group[:-1])
 
+    def figures(self, schedule: Schedule) -> dict[str, Any]:
+        """What `benchmarks.kernel_profile` reports of one call, from its schedule."""
+        return figures(schedule, self)
+
     @property
     def blocks(self) -> np.ndarray:
         """Depths of a matrix unit that each step multiplies."""

@@ -19,7 +19,7 @@ def test_steps_of_five_groups(steps):
     assert steps.tiles.tile_m == 128 and steps.num_own_rows == 1024
     # Tiles 0 to 8; group 0 | group 2 from row 100 | group 3 from 600 | group 4 from 1000 | rest.
     rows = [100, 32, 128, 128, 128, 88, 48, 128, 128, 104, 24]
-    #       0    0   1    2    3    4   4   5    6    7    7; row groups before 100, 600, 1000: 96...
+    # Of tiles 0    0   1    2    3    4   4   5    6    7    7, from the row group of the first.
     assert steps.branch.tolist() == [1 + (r > 64) for r in rows] + [0]
     assert steps.computed_rows == sum(64 if r <= 64 else 128 for r in rows)
     assert np.flatnonzero(steps.opens).tolist() == [0, 1, 6, 10]
@@ -44,15 +44,18 @@ def test_a_matrix_hides_behind_its_predecessor_or_is_waited_for(steps):
 
 
 def test_branches_include_what_is_around_them():
-    leaf = [Region("guard", 10, 20, ()), Region("guard", 30, 50, ()), Region("guard", 50, 60, ())]
-    half = Region("guard", 25, 70, (leaf[1], leaf[2]))
-    body = Region("guard", 5, 80, (leaf[0], half))
+    rest, copies = Region("guard", 6, 9, ()), Region("guard", 20, 24, ())
+    leaves = [Region("guard", 30, 50, ()), Region("guard", 50, 60, ())]
+    half = Region("guard", 25, 70, tuple(leaves))
+    body = Region("guard", 5, 80, (rest, copies, half))
     loop = Region("loop", 2, 90, (Region("guard", 2, 4, ()), body))
-    schedule = Schedule((loop,), (), {}, {}, np.zeros(100), 0)
-    around = (90 - 2) - 10 - 45  # all but the branches
-    expected = [around + 10, around + 15 + 20, around + 15 + 10]
+    vmatmuls = np.zeros(100)
+    vmatmuls[[35, 55]] = 1
+    schedule = Schedule((loop,), (), {}, {}, vmatmuls, 0)
+    around = (90 - 2) - 3 - 45  # all but the rest and the products
+    expected = [around + 3, around + 15 + 20, around + 15 + 10]
     assert branch_sums(schedule, np.ones(100), 3).tolist() == expected
-    with pytest.raises(ValueError, match="has 3 innermost branches, expected 9: one for rows of"):
+    with pytest.raises(ValueError, match="has 2 products, expected 8: one a row count"):
         branch_sums(schedule, np.ones(100), 9)
 
 

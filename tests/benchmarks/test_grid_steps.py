@@ -8,7 +8,6 @@ import pytest
 
 from benchmarks import kernel_registry
 from benchmarks.grid_steps import trace_grid
-from pallas_ops.gmm.kernel import gmm
 from pallas_ops.tgmm.kernel import tgmm
 from pallas_ops.tiling import Tiles
 
@@ -35,35 +34,6 @@ def tile_bytes(tile, columns, itemsize):
 
 def changes(keys):
     return [key for i, key in enumerate(keys) if not i or key != keys[i - 1]]
-
-
-@pytest.mark.parametrize("sizes", SIZES)
-def test_gmm_steps_and_bytes_equal_brute_force(sizes):
-    entry = kernel_registry.find("gmm", "whole tiles")
-    signature = (((ROWS, K), "bfloat16"), ((4, K, N), "bfloat16"), ((4,), "int32"))
-    fn = functools.partial(gmm, transpose_rhs=False, interpret=False, tiles=Tiles(TILE, 128, N))
-    steps = trace_grid(fn, signature, {2: np.array(sizes, np.int32)})
-    tail = ROWS - sum(sizes)  # a group of its own that stores zeros
-    live = pairs((*sizes, tail), visit_empty=False)
-    points = [(step, k) for step in range(ROWS // TILE + 1 + 4) for k in range(2)]
-    assert steps.grid == (1, len(points) // 2, 2)
-    at = [live[min(step, len(live) - 1)] for step, _ in points]
-    fetched = sum(
-        tile_bytes(t, 128, 2)
-        for t, _ in changes([(t, k) for (_, t), (_, k) in zip(at, points, strict=True)])
-    )
-    weights = changes([(min(g, 3), k) for (g, _), (_, k) in zip(at, points, strict=True)])
-    fetched += len(weights) * 128 * 256 * 2  # 130 columns are two tiles of lanes
-    assert steps.fetched.sum() == fetched
-    assert steps.written.sum() == sum(tile_bytes(t, N, 2) for t in changes([t for _, t in at]))
-    entry_visits = {visit.name: visit.times for visit in entry.visits}
-    runs = [step < len(live) for step, _ in points]
-    zero = [r and k == 0 for r, (_, k) in zip(runs, points, strict=True)]
-    compute = [r and g < 4 for r, (g, _) in zip(runs, at, strict=True)]
-    store = [r and k == 1 for r, (_, k) in zip(runs, points, strict=True)]
-    got = {name: list(times(steps)) for name, times in entry_visits.items() if name != "accumulate"}
-    assert got == {"zero": zero, "store": store}
-    assert list(entry_visits["accumulate"](steps)) == compute
 
 
 @pytest.mark.parametrize("sizes", SIZES)
@@ -102,8 +72,13 @@ def double(x, *, interpret):
 
 
 def test_grids_that_cannot_be_known_are_refused():
-    signature = (((ROWS, K), "bfloat16"), ((4, K, N), "bfloat16"), ((4,), "int32"))
+    entry = kernel_registry.find("megablox", "[393216,2048]x[128,2048,768]")
+    fn = functools.partial(entry.fn, **entry.static, interpret=False)
     with pytest.raises(ValueError, match="argument whose value is not given"):
-        trace_grid(functools.partial(gmm, transpose_rhs=False, interpret=False), signature, {})
+        trace_grid(fn, entry.signature, {})
+    entry = kernel_registry.find("gmm", "whole tiles")
+    fn = functools.partial(entry.fn, **entry.static, interpret=False)
+    with pytest.raises(ValueError, match="its copies are not the pipeline's"):
+        trace_grid(fn, entry.signature, {2: np.array([256, 0, 0, 0], np.int32)})
     with pytest.raises(ValueError, match="has 0 Pallas calls"):
         trace_grid(functools.partial(double, interpret=False), (((8,), "float32"),), {})
