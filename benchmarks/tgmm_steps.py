@@ -197,7 +197,7 @@ def queue_seconds(bundles: np.ndarray, steps: TgmmSteps, fixed_bundles: int) -> 
             queue = max(queue, time) + steps.written[step] / rate
             departure[group - 1] = queue
         time = max(time, arrival[step]) + bundles[step] / CLOCK_HZ
-    return max(time, queue)
+    return float(max(time, queue))
 
 
 def figures(schedule: Schedule, steps: TgmmSteps) -> dict[str, Any]:
