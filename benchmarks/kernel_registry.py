@@ -12,16 +12,16 @@ from collections.abc import Callable
 
 import numpy as np
 
-from benchmarks.grid_steps import GridSteps
 from benchmarks.kernel_entry import Kernel
 from benchmarks.megablox import megablox_gmm, megablox_products
-from benchmarks.step_time import Visit
 from benchmarks.tgmm_steps import find_steps
 from pallas_ops.gmm import kernel as gmm_kernel
 from pallas_ops.gmm import shapes as gmm_shapes
 from pallas_ops.tgmm import kernel as tgmm_kernel
 from pallas_ops.tgmm import shapes as tgmm_shapes
 from pallas_ops.tiling import Tiles
+from train.compile.static.grid_steps import GridSteps
+from train.compile.static.step_time import Visit
 
 
 def find(op: str, shape: str, tiles: Tiles | None = None) -> Kernel:

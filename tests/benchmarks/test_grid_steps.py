@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from benchmarks import kernel_registry
-from benchmarks.grid_steps import trace_grid
 from pallas_ops.gmm.kernel import gmm
 from pallas_ops.tgmm.kernel import tgmm
 from pallas_ops.tiling import Tiles
+from train.compile.static.grid_steps import trace_grid
 
 SIZES = ((16, 0, 40, 8), (5, 20, 3, 36), (0, 0, 64, 0), (16, 16, 16, 0), (1, 2, 3, 4))
 ROWS, K, N, TILE = 70, 256, 130, 16
