@@ -3,6 +3,7 @@
 from setuptools import find_packages, setup
 
 LIBTPU = "libtpu==0.0.21"
+MATPLOTLIB = "matplotlib>=3.9"  # pictures of a compiled step's report
 
 setup(
     name="torch-gemma4",
@@ -26,7 +27,10 @@ setup(
     ],
     extras_require={
         "tpu": [LIBTPU, "tpu-info"],
-        "aot": [LIBTPU],
-        "dev": ["pytest>=9", "hypothesis>=6.100", "jaxtyping", "beartype", "ruff==0.17.6", LIBTPU],
+        "aot": [LIBTPU, MATPLOTLIB],
+        "dev": [
+            *("pytest>=9", "hypothesis>=6.100", "jaxtyping", "beartype", "ruff==0.17.6"),
+            *(LIBTPU, MATPLOTLIB),
+        ],
     },
 )

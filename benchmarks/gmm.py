@@ -90,7 +90,7 @@ def measure(product: str, kind: str) -> list[dict[str, Any]]:
     for tiles in choices:
         kernel = kernel_registry.find(op, product, tiles)
         try:
-            rows = kernel_profile.profile(kernel, tiles, ROUTINGS)
+            rows = kernel_profile.profile(kernel, ROUTINGS)
         except RuntimeError as error:  # what the compiler said
             found.append(head | {"tiles": str(tiles), "error": str(error)[:300]})
             continue

@@ -1,9 +1,9 @@
 """Steps, copies and time of gmm, whose matrices the kernel copies itself.
 
 The steps are the kernel's own tables (pallas_ops/gmm/visits.py). Blocks of rows are the pipeline's,
-one step ahead (step_time.py). A matrix is sent for at the first visit of the one before and waited
-for at its own: in between it has the bandwidth that blocks leave, and what then is missing is time
-lost. The very first is waited for at once.
+one step ahead (train/compile/static/step_time.py). A matrix is sent for at the first visit of the
+one before and waited for at its own: in between it has the bandwidth that blocks leave, and what
+then is missing is time lost. The very first is waited for at once.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.static_schedule import VMATMUL_CYCLES, Region, Schedule
-from benchmarks.step_time import CLOCK_HZ
 from pallas_ops.chips import V6E
 from pallas_ops.gmm.visits import Visits, make_visits
 from pallas_ops.tiling import Tiles, choose_gmm_tiles, row_buckets
+from train.compile.static.schedule import VMATMUL_CYCLES, Region, Schedule
+from train.compile.static.step_time import CLOCK_HZ
 
 VMATMUL_FLOPS = 2 * 16 * V6E.mxu_width**2
 """Multiplications and additions of one vmatmul: 16 rows against a whole matrix unit."""

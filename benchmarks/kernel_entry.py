@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.gmm_steps import GmmSteps
-from benchmarks.step_time import Visit
 from benchmarks.tgmm_steps import TgmmSteps
+from train.compile.static.step_time import Visit
 
 Signature = tuple[tuple[tuple[int, ...], str], ...]
 
@@ -33,8 +33,8 @@ class Kernel:
     """Name of the kernel in the compiler's dump."""
     static: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of `fn`."""
-    visits: tuple[Visit, ...] = ()
-    """When each region of the body runs."""
+    visits: tuple[Visit, ...] | None = ()
+    """When each region of the body runs; None = as the body says (train/compile/static/visits)."""
     routed: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Arguments that are group sizes, by position: rows, groups."""
     is_pallas: bool = True

@@ -4,9 +4,9 @@
     python -m benchmarks.kernel_profile --op tgmm                       every shape of one op
     python -m benchmarks.kernel_profile --calibrate                     beside published times
 
-The compiler's final schedule gives bundles, issue slots and VMEM (static_schedule.py), the traced
-kernel gives its steps and copies (grid_steps.py), and both give a time (step_time.py). Kernels are
-listed in kernel_registry.py. Calibration compiles public kernels with published times on a v6e.
+The machinery is the product's (train/compile/static/): the compiler's final schedule gives bundles,
+issue slots and VMEM, the traced kernel its steps and copies, and both a time. Kernels are listed in
+kernel_registry.py. Calibration compiles public kernels with published times on a v6e.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -31,16 +31,25 @@ from rich.table import Table
 
 from benchmarks import kernel_registry
 from benchmarks.gmm_steps import GmmSteps
-from benchmarks.grid_steps import GridSteps, trace_grid, window_steps
-from benchmarks.kernel_compile import compile_with_dump
 from benchmarks.kernel_entry import Kernel
 from benchmarks.kernel_registry import CALIBRATION, OPS, PEERS
 from benchmarks.routings import ROUTINGS, group_sizes
-from benchmarks.static_schedule import VMATMUL_CYCLES, Schedule, read_schedule
-from benchmarks.step_time import EVERY_STEP, modelled_time, region_sums, step_sums
 from benchmarks.tgmm_steps import VMATMUL_FLOPS, TgmmSteps
+from pallas_ops import bridge
 from pallas_ops.chips import V6E
 from pallas_ops.tiling import Tiles
+from train.compile.static.dump import compile_with_dump
+from train.compile.static.grid_steps import GridSteps, PallasCall, only_call, window_steps
+from train.compile.static.schedule import VMATMUL_CYCLES, Schedule, read_schedule
+from train.compile.static.step_time import (
+    EVERY_STEP,
+    Visit,
+    kernel_regions,
+    modelled_time,
+    region_sums,
+    step_sums,
+)
+from train.compile.static.visits import find_visits, match_visits
 
 MODELLED = "modelled from the compiler's static schedule, not measured"
 
@@ -74,11 +83,11 @@ class Options:
         return ROUTINGS if self.routing == "all" else (self.routing,)
 
 
-def selected(options: Options) -> list[tuple[Kernel, Tiles | None]]:
-    """Kernels asked for, with their tiles. Raises ValueError, naming what is known."""
+def selected(options: Options) -> list[Kernel]:
+    """Kernels asked for. Raises ValueError, naming what is known."""
     tiles = None if options.tiles is None else Tiles(*options.tiles)
     if options.op is not None and options.shape is not None:
-        found = [(kernel_registry.find(options.op, options.shape, tiles), tiles)]
+        found = [kernel_registry.find(options.op, options.shape, tiles)]
     else:
         ours = [op for op in OPS if op not in (*CALIBRATION, *PEERS)]
         if options.op is None:
@@ -86,20 +95,22 @@ def selected(options: Options) -> list[tuple[Kernel, Tiles | None]]:
         else:
             ops = ours if options.op == "all" else [options.op]
         found = [
-            (kernel, tiles)
+            kernel
             for op in ops
             for kernel in kernel_registry.kernels(op, tiles).values()
             if not kernel.is_tiny
         ]
     if options.calibrate:
-        found += [(k, None) for op in CALIBRATION for k in kernel_registry.kernels(op).values()]
+        found += [k for op in CALIBRATION for k in kernel_registry.kernels(op).values()]
     return found
 
 
-def profile(kernel: Kernel, tiles: Tiles | None, routings: tuple[str, ...]) -> list[dict[str, Any]]:
+def profile(kernel: Kernel, routings: tuple[str, ...]) -> list[dict[str, Any]]:
     """Compiles a kernel once; one row a routing, or one row if routing does not concern it."""
     with tempfile.TemporaryDirectory(prefix="kernel_profile_") as folder:
-        seconds = compile_with_dump(kernel, tiles, Path(folder))
+        seconds = compile_with_dump(
+            f"{kernel.op} {kernel.shape!r}", lowered(kernel), Path(folder), kernel.libtpu_flags
+        )
         schedule = read_schedule(Path(folder), kernel.compiled_name)
     rows = []
     for routing in routings if kernel.routed else ("none",):
@@ -108,12 +119,38 @@ def profile(kernel: Kernel, tiles: Tiles | None, routings: tuple[str, ...]) -> l
             row = own_copies_row(kernel, schedule, kernel.own_copies(*known.values()))
         elif kernel.is_pallas:
             fn = functools.partial(kernel.fn, **kernel.static, interpret=False)
-            row = estimate(kernel, schedule, trace_grid(fn, kernel.signature, known))
+            call = only_call(fn, kernel.signature, known)
+            steps = call.steps()
+            if kernel.visits is None:
+                kernel = replace(kernel, visits=_found_visits(kernel, call, steps, schedule))
+            row = estimate(kernel, schedule, steps)
         else:
             row = estimate(kernel, schedule, window_steps(schedule.copies))
         head = {"op": kernel.op, "shape": kernel.shape, "routing": routing}
         rows.append({**head, **row, "compile_s": round(seconds, 2)})
     return rows
+
+
+def _found_visits(
+    kernel: Kernel, call: PallasCall, steps: GridSteps, schedule: Schedule
+) -> tuple[Visit, ...]:
+    """Raises ValueError where the compiler left other regions than the body has."""
+    found = find_visits(call, steps)
+    matched = match_visits(found, len(kernel_regions(schedule)))
+    if matched is None:
+        raise ValueError(
+            f"{kernel.op} {kernel.shape!r}: the compiler left {len(kernel_regions(schedule))} "
+            f"regions of the body's {len(found)}; name their visits in the registry"
+        )
+    return matched
+
+
+def lowered(kernel: Kernel) -> bytes:
+    """A kernel's StableHLO for a TPU, as MLIR bytecode."""
+    from jax._src.interpreters import mlir
+
+    module = bridge.lower(kernel.fn, kernel.signature, static=kernel.static, target="tpu")
+    return mlir.module_to_bytecode(module.compiler_ir("stablehlo"))
 
 
 def own_copies_row(
@@ -163,7 +200,7 @@ def estimate(kernel: Kernel, schedule: Schedule, steps: GridSteps) -> dict[str, 
         "bundles_mean": round(float(bundles.mean()), 1),
         "bundles_by_region": regions,
         "mxu_floor_bundles": int(vmatmuls.max()) * VMATMUL_CYCLES // 2,
-        "mxu_useful": round(kernel.flops / (VMATMUL_FLOPS * vmatmuls.sum()), 4),
+        "mxu_useful": round(kernel.flops / (VMATMUL_FLOPS * float(vmatmuls.sum())), 4),
         "mxu_occupancy": occupancy["MXU"],
         "occupancy": occupancy,
         "num_steps": steps.num_steps,
@@ -182,8 +219,8 @@ def estimate(kernel: Kernel, schedule: Schedule, steps: GridSteps) -> dict[str, 
     }
 
 
-def provenance() -> dict[str, Any]:
-    """Versions, command, date and commit of every row."""
+def provenance(module: str = "benchmarks.kernel_profile") -> dict[str, Any]:
+    """Versions, command (`python -m` of a module), date and commit of every row."""
     folder = Path(__file__).parent
 
     def git(*arguments: str) -> str:
@@ -195,7 +232,7 @@ def provenance() -> dict[str, Any]:
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "libtpu")}
     return {
         "versions": {"python": platform.python_version(), **versions},
-        "command": shlex.join(["python", "-m", "benchmarks.kernel_profile", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": git("rev-parse", "--short", "HEAD") + dirty,
     }
@@ -260,8 +297,8 @@ def main(options: Options) -> None:
 
     jax.config.update("jax_platforms", "cpu")  # grids are evaluated; nothing looks for a TPU
     rows = []
-    for kernel, tiles in selected(options):
-        rows += [row | provenance() for row in profile(kernel, tiles, options.routings)]
+    for kernel in selected(options):
+        rows += [row | provenance() for row in profile(kernel, options.routings)]
         if options.out is not None:
             options.out.parent.mkdir(parents=True, exist_ok=True)
             options.out.write_text(json.dumps(rows, indent=1) + "\n")

@@ -9,7 +9,6 @@ says nothing of how often a loop turns: with a loop it is reported as not to be 
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -17,11 +16,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kernel_compile import ENVIRONMENT
-from benchmarks.step_time import CLOCK_HZ
 from pallas_ops.gmm.shapes import GEMMA4_26B as GMM_SHAPES
 from pallas_ops.gmm.shapes import GmmShape
 from pallas_ops.tgmm.shapes import GEMMA4_26B as TGMM_SHAPES
+from train.compile.static.step_time import CLOCK_HZ
+from train.launch import prepare_tracing
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
@@ -31,7 +30,6 @@ def estimate(product: str, flops: int) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-m", __name__, product.split(",")[0]],
         cwd=Path(__file__).parents[1],
-        env={**os.environ, **ENVIRONMENT},
         capture_output=True,
         text=True,
     )
@@ -56,6 +54,7 @@ def estimate(product: str, flops: int) -> dict[str, Any]:
 
 def main(product: str) -> None:
     """The child: compiles and prints compile_s, cycles, num_loops and temp_bytes, or error."""
+    prepare_tracing()
     import jax
     import jax.numpy as jnp
     from jax.experimental import topologies

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.static_schedule import VMATMUL_CYCLES, Region, Schedule
-from benchmarks.step_time import CLOCK_HZ
 from pallas_ops.chips import V6E
 from pallas_ops.tgmm import tiling
 from pallas_ops.tgmm.steps import group_steps
 from pallas_ops.tiling import Tiles
+from train.compile.static.schedule import VMATMUL_CYCLES, Region, Schedule
+from train.compile.static.step_time import CLOCK_HZ
 
 VMATMUL_FLOPS = 2 * 16 * V6E.mxu_width**2
 """Multiplications and additions of one vmatmul: 16 rows against a whole matrix unit."""
@@ -201,7 +201,7 @@ def queue_seconds(bundles: np.ndarray, steps: TgmmSteps, fixed_bundles: int) -> 
             queue = max(queue, time) + steps.written[step] / rate
             departure[group - 1] = queue
         time = max(time, arrival[step]) + bundles[step] / CLOCK_HZ
-    return max(time, queue)
+    return float(max(time, queue))
 
 
 def figures(schedule: Schedule, steps: TgmmSteps) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pallas_ops.activation.op import gelu_gate, split_gate_up
 from pallas_ops.attention.op import attention
 from pallas_ops.combine.op import combine
 from pallas_ops.gmm.op import gmm
+from pallas_ops.norm_rope.op import norm_rope
 from pallas_ops.permute.op import permute
 from pallas_ops.routing.op import RoutingPlan, routing_plan
 from pallas_ops.sharding import OpSharding
@@ -27,6 +28,7 @@ __all__ = [
     "gelu_gate",
     "gmm",
     "join_experts",
+    "norm_rope",
     "permute",
     "routing_plan",
     "split_experts",

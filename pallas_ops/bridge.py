@@ -22,8 +22,10 @@ Private names used, all covered by tests/pallas_ops/test_bridge.py: `_XLAC._xla_
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -44,6 +46,49 @@ _JAX_DTYPE = {
     torch.uint8: "uint8",
     torch.bool: "bool",
 }
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """One JAX function as `call` lowered it: the key of a computation."""
+
+    fn: Callable[..., Any]
+    """Module-level JAX function."""
+    static: tuple[tuple[str, Hashable], ...]
+    """Its keyword arguments."""
+    signature: tuple[tuple[tuple[int, ...], str], ...]
+    """Global shapes and JAX dtype names of its arrays."""
+    sharding: OpSharding | None
+    """The mesh of the call."""
+    specs: tuple[tuple[Spec, ...], tuple[Spec, ...]] | None
+    """With a sharding: how inputs and outputs lie on it."""
+    target: Target
+    """What it was lowered for."""
+
+    @property
+    def local_signature(self) -> tuple[tuple[tuple[int, ...], str], ...]:
+        """Shapes on one device, and dtype names."""
+        if self.sharding is None:
+            return self.signature
+        sizes = dict(self.sharding.mesh)
+
+        def pieces(axes: Any) -> int:
+            names = () if axes is None else (axes,) if isinstance(axes, str) else axes
+            return math.prod(sizes[name] for name in names)
+
+        return tuple(
+            (tuple(size // pieces(axes) for size, axes in zip(shape, spec, strict=True)), dtype)
+            for (shape, dtype), spec in zip(self.signature, self.specs[0], strict=True)
+        )
+
+
+_COMPUTATIONS: dict[Lowering, tuple[str, Any]] = {}
+"""A cache: every function is lowered once a process."""
+
+
+def lowered() -> tuple[Lowering, ...]:
+    """Every function that `call` has lowered in this process, in order."""
+    return tuple(_COMPUTATIONS)
 
 
 def call(
@@ -101,7 +146,10 @@ def call(
             ) from None
     specs = None if sharding is None else (tuple(in_specs), tuple(out_specs))
     target = (sharding and sharding.target) or runtime_target()
-    name, computation = _computation(fn, static_items, signature, sharding, specs, target)
+    lowering = Lowering(fn, static_items, signature, sharding, specs, target)
+    if lowering not in _COMPUTATIONS:
+        _COMPUTATIONS[lowering] = _computation(lowering)
+    name, computation = _COMPUTATIONS[lowering]
     return tuple(torch_xla._XLAC._xla_user_computation(f"xla::{name}", list(tensors), computation))
 
 
@@ -182,25 +230,25 @@ def lower(
         return traced.lower(lowering_platforms=(target,), _private_parameters=parameters)
 
 
-@functools.cache
-def _computation(fn, static_items, signature, sharding, specs, target: Target) -> tuple[str, Any]:
+def _computation(lowering: Lowering) -> tuple[str, Any]:
     import torch_xla
     import torch_xla.core.xla_builder as xb
 
     # torch_xla must own the device before JAX is imported
     # (https://github.com/pytorch/xla/issues/8793).
     torch_xla._XLAC._init_computation_client()
-    in_specs, out_specs = specs or (None, None)
-    lowered = lower(
+    fn = lowering.fn
+    in_specs, out_specs = lowering.specs or (None, None)
+    module = lower(
         fn,
-        signature,
-        static=dict(static_items),
-        sharding=sharding,
+        lowering.signature,
+        static=dict(lowering.static),
+        sharding=lowering.sharding,
         in_specs=in_specs,
         out_specs=out_specs,
-        target=target,
-    )
-    module = lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()
+        target=lowering.target,
+    ).compiler_ir("hlo")
+    module = module.as_serialized_hlo_module_proto()
     name = "_".join((*fn.__module__.split(".")[-2:-1], fn.__name__))  # gmm/kernel.py: gmm_gmm
     return name, xb.computation_from_module_proto(name, module)
 

@@ -9,8 +9,9 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Chip:
-    """One TPU core's limits and peak rates. Source: Google's TPU v6e documentation; VMEM as libtpu
-    0.0.21 accepts it."""
+    """One TPU core's limits and peak rates (v5p: its two cores as one). Sources: Google's
+    documentation (cloud.google.com/tpu/docs/v6e, v5e, v5p); HBM as libtpu 0.0.21 states it when a
+    program does not fit; VMEM of v6e as it accepts it, of the others as in JAX's Pallas."""
 
     name: str
     """The name of the topology family, e.g. "v6e"."""
@@ -38,6 +39,28 @@ V6E = Chip(
     peak_bf16_flops=918e12,
     hbm_bytes_per_s=1638e9,
     mxu_width=256,
+    num_lanes=128,
+    row_group=16,
+)
+
+V5P = Chip(
+    name="v5p",
+    vmem_bytes=64 * MIB,
+    hbm_bytes=int(95.74 * 1024 * MIB),
+    peak_bf16_flops=459e12,
+    hbm_bytes_per_s=2765e9,
+    mxu_width=128,
+    num_lanes=128,
+    row_group=16,
+)
+
+V5E = Chip(
+    name="v5e",
+    vmem_bytes=128 * MIB,
+    hbm_bytes=int(15.75 * 1024 * MIB),
+    peak_bf16_flops=197e12,
+    hbm_bytes_per_s=819e9,
+    mxu_width=128,
     num_lanes=128,
     row_group=16,
 )

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from pallas_ops import attention
+from pallas_ops import attention, norm_rope
 from torch_gemma4.config import Gemma4Config, LayerSpec
 from torch_gemma4.execution import Execution, wide
 from torch_gemma4.linear import Linear
@@ -77,17 +77,21 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, segment_ids: Tensor | None) -> Tensor:
         heads = (-1, self.spec.head_dim)
-        q = self.q_norm(self.q_proj(x).unflatten(-1, heads))
+        q = self.q_proj(x).unflatten(-1, heads)
         k = self.k_proj(x).unflatten(-1, heads)
-        if self.v_proj is None:
-            k, v = rms_norms(k, (self.k_norm.weight, None), self.eps)
-        else:
-            v = rms_norm(self.v_proj(x).unflatten(-1, heads), None, self.eps)
-            k = self.k_norm(k)
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        v = k if self.v_proj is None else self.v_proj(x).unflatten(-1, heads)
         seen = {"window": self.spec.window, "segment_ids": segment_ids}
         if self.execution.attention == "kernel":
+            options = {"eps": self.eps, "sharding": self.execution.sharding}
+            q = norm_rope(q, self.q_norm.weight, cos, sin, **options)
+            v = norm_rope(v, None, None, None, **options)
+            k = norm_rope(k, self.k_norm.weight, cos, sin, **options)
             out = attention(q, k, v, sharding=self.execution.sharding, **seen)
         else:
-            out = attend(q, k, v, **seen)
+            q = apply_rope(self.q_norm(q), cos, sin)
+            if self.v_proj is None:
+                k, v = rms_norms(k, (self.k_norm.weight, None), self.eps)
+            else:
+                k, v = self.k_norm(k), rms_norm(v, None, self.eps)
+            out = attend(q, apply_rope(k, cos, sin), v, **seen)
         return self.o_proj(out.flatten(-2))

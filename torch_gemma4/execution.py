@@ -17,8 +17,8 @@ Body = Callable[[Tensor, dict[str, Tensor], tuple[Tensor, ...]], tuple[Tensor, t
 class LayerLoop(Protocol):
     """Runs `body` over parameters stacked on dim 0 and stacks its outputs on dim 0.
 
-    `body` is one persistent object a model, so that a loop may cache what it traces. Constants are
-    read by every iteration and never require grad.
+    `body` is hashable, and equal bodies do the same, so that a loop may cache what it traces.
+    Constants are read by every iteration and never require grad.
     """
 
     def __call__(
@@ -86,9 +86,9 @@ class Execution:
     """How tokens and expert weights lie on the mesh; None is one device."""
     attention: Literal["einsum", "kernel"] = "einsum"
     """"einsum" holds all scores of a layer, [B, N, S, S]; "kernel" is `pallas_ops.attention`, which
-    holds a block of them."""
+    holds a block of them, after `pallas_ops.norm_rope`, which normalises and turns in one pass."""
     loop: LayerLoop = python_loop
-    """Runs the layers."""
+    """Runs the layers, and the tiles of the loss."""
     recompute: Callable[[Body], Body] | None = None
     """Wraps the body of one layer so that it is computed again in backward (see `recompute_layer`);
     None keeps activations."""
@@ -96,4 +96,5 @@ class Execution:
     """States the layout of a tensor by its role: "hidden" [B, S, D] at each layer's entry, "rows"
     [B, S, .] or [T, .], anything else split by tokens; "weight" [out, in], a matrix in the compute
     dtype as a product reads it; "table" [V, D], the embedding in the compute dtype, read by the
-    look-up and by every loss tile."""
+    look-up and by every loss tile; "table_gradient" [V, D], the gradient of the parameter behind
+    it, at the end of its sums."""

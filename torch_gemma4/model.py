@@ -119,6 +119,7 @@ class Gemma4ForCausalLM(nn.Module):
             softcap=config.final_logit_softcapping,
             num_tiles=config.num_loss_tiles,
             num_shards=1 if sharding is None else sharding.num_row_shards,
+            loop=self.execution.loop,
             constrain=self.execution.constrain,
         )
         count = num_valid if num_items is None else num_items

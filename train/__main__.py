@@ -1,4 +1,4 @@
-"""`python -m train [run | info | compile]`: the command line."""
+"""`python -m train [run | info | compile | report]`: the command line."""
 
 import sys
 from argparse import ArgumentParser
@@ -25,11 +25,15 @@ Config = Annotated[RunConfig, tyro.conf.arg(name="")]  # options carry no "confi
 class Run:
     """Trains Gemma 4 from scratch on text, on a mesh of devices.
 
+    Commands (--help after one tells its options):
+      run        trains; what python -m train does without a command, described here
+      info       what a run needs, from its configuration alone
+      compile    what a TPU's compiler says of the training step, without a TPU
+      report     such a report once more, or two side by side
+
       python -m train                                       2 cores, a few minutes, no download
       python -m train --data.path ~/books --steps 1000      your own text
       python -m train --preset gemma4_26b_a4b               on every host of a v6e-128 slice
-      python -m train info --help                           what a run needs, without running it
-      python -m train compile --help                        what a TPU's compiler says of it
 
     Progress is on the terminal, and in runs/NAME: config.json, metrics.jsonl (one object a step)
     and TensorBoard scalars. A NAME already there gets -2 behind it. Training ends with held-out
@@ -68,20 +72,46 @@ class Compile:
       python -m train compile --preset cpu_tiny --topology v6e-8
       python -m train compile --preset gemma4_26b_a4b --topology v6e-128 --data.sequence_length 1024
 
-    The mesh follows the topology. report.json, report.md and the optimised program are written.
+    The mesh follows the topology. report.json, report.md with pictures, and the optimised program
+    are written. libtpu's flags are those of training on a TPU (train/xla_flags.py); what you set in
+    LIBTPU_INIT_ARGS comes first.
     """
 
     preset: PresetName
     """Where every other option has its default from; choose it first."""
     topology: str = "v6e-128"
-    """v6e-1, 4, 8, 16, 32, 64, 128 or 256."""
+    """Chip and number of chips: v6e-1, 4, 8, 16, 32, 64, 128 or 256; v5e the same; v5p-4 to 256."""
     out: str = "runs/compile"
     """Folder of the report; a subfolder PRESET-TOPOLOGY is made in it."""
     config: Config
 
 
-COMMANDS = {"run": Run, "info": Info, "compile": Compile}
-Command = TypeVar("Command", Run, Info, Compile)
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Shows what `compile` reported once more, or two reports side by side.
+
+      python -m train report runs/compile/cpu_tiny-v6e-8/report.json
+      python -m train report --compare before/report.json after/report.json
+
+    Figures are the compiler's and a model's; nothing in them is measured.
+    """
+
+    paths: tyro.conf.Positional[tuple[str, ...]]
+    """A report.json; two with --compare."""
+    compare: bool = False
+    """Side by side, with the differences from the first to the second."""
+
+    def __post_init__(self) -> None:
+        wanted = 2 if self.compare else 1
+        if len(self.paths) != wanted:
+            raise ValueError(
+                f"report = {' '.join(self.paths) or 'nothing'}: give "
+                + ("two report.json with --compare" if self.compare else "one report.json")
+            )
+
+
+COMMANDS = {"run": Run, "info": Info, "compile": Compile, "report": Report}
+Command = TypeVar("Command", Run, Info, Compile, Report)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -107,10 +137,23 @@ def main(arguments: Sequence[str]) -> None:
                 from train.compile.command import compile_and_report
 
                 compile_and_report(config, topology, out)
+            case Report(paths=paths):
+                from train.compile.command import show_report
+
+                show_report(*paths)
 
 
 def parse(command: type[Command], arguments: Sequence[str]) -> Command:
-    """Options over their preset. A wrong one ends the program with what is wrong with it (tyro)."""
+    """Options, over their preset where the command has one. A wrong one ends the program with what
+    is wrong with it (tyro)."""
+    if command is Report:
+        return tyro.cli(
+            command,
+            prog="python -m train report",
+            args=arguments,
+            description=cleandoc(command.__doc__),
+            use_underscores=True,
+        )
     chooser = ArgumentParser(add_help=False, allow_abbrev=False)
     chooser.add_argument("--preset", default=next(iter(PRESETS)))
     preset = chooser.parse_known_args(arguments)[0].preset

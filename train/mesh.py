@@ -71,7 +71,10 @@ class MeshLayout:
 
     def constrain(self, tensor: Tensor, role: str) -> Tensor:
         """The model's layout hook (`Execution.constrain`): activations split by rows, forward and
-        backward; tables and weights whole on every device, hence gathered in the compute dtype."""
+        backward; tables and weights whole on every device, hence gathered in the compute dtype; a
+        table's gradient as the table is stored, hence reduced straight to shards."""
+        if role == "table_gradient":
+            return _Constrain.apply(tensor, self, self.parameter_spec("embedding.weight", tensor))
         if role in ("table", "weight"):
             return _Constrain.apply(tensor, self, (None,) * tensor.ndim)
         return _Constrain.apply(tensor, self, (ROW_AXES, *[None] * (tensor.ndim - 1)))

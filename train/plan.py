@@ -8,8 +8,9 @@ from rich.table import Table
 
 from pallas_ops.bridge import runtime_target
 from torch_gemma4.accounting import parameter_table, training_flops
+from train.launch import libtpu_flags
 from train.sharding import sharding_table
-from train.tables import format_flops, rule_view
+from train.tables import format_flops, rule_view, text_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,8 +33,8 @@ def implementations(target: str, attention: str) -> dict[str, str]:
 
 
 def print_plan(config: RunConfig, mesh: DeviceMesh, console: Console) -> None:
-    """Devices, sizes, dtypes and implementations, then the layout of parameters by rule, as tables
-    of at most 80 columns."""
+    """Devices, sizes, dtypes and implementations, then the layout of parameters by rule, and
+    libtpu's flags if there are any, as tables of at most 80 columns."""
     parameters = next(p for p in parameter_table(config.model) if p.part == "total")
     flops = training_flops(
         config.model,
@@ -57,3 +58,6 @@ def print_plan(config: RunConfig, mesh: DeviceMesh, console: Console) -> None:
     console.print(plan)
     console.print()
     console.print(rule_view(sharding_table(config.model, config.mesh)))
+    if flags := libtpu_flags():
+        rows = [(f"{name}={value}", reason) for name, value, reason in flags]
+        console.print(text_table("libtpu flags in force", ("flag", "why"), rows))

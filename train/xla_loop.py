@@ -21,9 +21,9 @@ torch_gemma4/execution.py, `recompute`). Invariants:
 - the forward body lives in one `while` and the recomputed body in another, so the compiler cannot
   merge them and undo the recomputation: no optimization barrier is needed.
 
-The traced pair is cached by (body, shapes, dtypes, which inputs want gradients): the body must be
-one persistent object and a pure function of its arguments. Tensors it captures are read at trace
-time, stay constants and get no gradient.
+The traced pair is cached by (body, shapes, dtypes, which inputs want gradients): equal bodies must
+be the same pure function of their arguments. Tensors they capture are read at trace time, stay
+constants and get no gradient.
 """
 
 from __future__ import annotations
@@ -357,7 +357,7 @@ class XlaLoop:
         """`annotate_grad(name, gradient of one iteration)` pins the gradient's sharding inside the
         loop; None leaves it open."""
         self._annotate_grad = annotate_grad
-        self._traces: dict[tuple, tuple[Body, _Trace]] = {}
+        self._traces: dict[tuple, _Trace] = {}
 
     def __call__(
         self, body: Body, carry: Tensor, params: dict[str, Tensor], constants: tuple[Tensor, ...]
@@ -366,13 +366,13 @@ class XlaLoop:
         tensors = (carry, *constants, *params.values())
         with_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         signature = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
-        key = (id(body), with_grad, tuple(params), len(constants), signature)
+        key = (body, with_grad, tuple(params), len(constants), signature)
         if key not in self._traces:
             # A loop traced inside another's trace must not save through the outer trace's hooks.
             with torch.autograd.graph.saved_tensors_hooks(_identity, _identity):
                 trace = _trace_body(body, carry, params, constants, with_grad, self._annotate_grad)
-            self._traces[key] = (body, trace)
-        trace = self._traces[key][1]
+            self._traces[key] = trace
+        trace = self._traces[key]
         if not with_grad:
             (carry_out,), outputs = _while(
                 trace.forward,

@@ -92,7 +92,7 @@ def band_vmem_bytes(
     gradients in fp32, and the scores of a step."""
     rows, width = num_shared * band.block, head_dim
     keys = band.num_blocks * band.block
-    blocks = 2 * itemsize * width * ((3 if backward else 2) * rows + 2 * band.block)
+    blocks = 2 * itemsize * width * ((4 if backward else 2) * rows + 2 * band.block)
     if backward:
         blocks += 2 * itemsize * width * 2 * band.block
     held = 2 * keys * width * (itemsize + (4 if backward else 0))
@@ -104,7 +104,8 @@ def flash_vmem_bytes(flash: Flash, num_shared: int, head_dim: int, itemsize: int
     """VMEM of one step of the flash backward, the larger of the two, without the gradients of
     keys and values."""
     rows = num_shared * flash.block_q
-    blocks = 2 * itemsize * head_dim * (3 * rows + 4 * flash.block_k)
+    blocks = 2 * itemsize * head_dim * (4 * rows + 4 * flash.block_k)
+    blocks += 2 * itemsize * head_dim * rows  # stacked queries and cotangents
     return blocks + 12 * rows * flash.block_k + 4 * rows * head_dim
 
 

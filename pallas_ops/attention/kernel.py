@@ -1,8 +1,10 @@
 """Attention and its gradient in JAX: padding, layouts, and the choice of the Pallas kernel.
 
-Sequences are padded at their end to whole blocks. Causality alone hides the padding's keys from
-every real query, and its queries have zero cotangents, so the padding reaches nothing; its values
-are zeros, so it is finite itself.
+The kernels read and write [B, S, heads * H], as projections make and take it: a head is a run of
+lanes, so nothing is transposed. Heads are padded to whole registers of lanes with zeros, which
+change no product, and sequences at their end to whole blocks. Causality alone hides the padding's
+keys from every real query, and its queries have zero cotangents, so the padding reaches nothing;
+its values are zeros, so it is finite itself.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_ops.attention import kernel_band, kernel_flash
 from pallas_ops.attention.blocks import Band, Flash, choose_backward, choose_forward
+from pallas_ops.attention.kernel_parts import Heads
+from pallas_ops.chips import V6E
 
 
 def attention(
@@ -34,11 +38,13 @@ def attention(
         num_shared = num_heads // k.shape[2]
         blocks = choose_forward(length, num_shared, head_dim, window, q.dtype.itemsize)
     padded = _padded_length(length, blocks)
-    operands = [_heads_first(x, padded) for x in (q, k, v)]
+    operands = [_as_lanes(x, padded) for x in (q, k, v)]
     kernel = kernel_band if isinstance(blocks, Band) else kernel_flash
     segments = _segments(segment_ids, q, padded)
-    out, lse = kernel.forward(*operands, segments, blocks=blocks, interpret=interpret)
-    return jnp.swapaxes(out[:, :, :length], 1, 2), lse[:, :, :length]
+    out, lse = kernel.forward(
+        *operands, segments, heads=heads_of(q, k), blocks=blocks, interpret=interpret
+    )
+    return _from_lanes(out, q), lse[:, :, :length]
 
 
 def attention_backward(
@@ -63,14 +69,17 @@ def attention_backward(
         num_shared = num_heads // k.shape[2]
         blocks = choose_backward(length, num_shared, head_dim, window, q.dtype.itemsize)
     padded = _padded_length(length, blocks)
-    # sum_j p_ij dp_ij, the mean that the softmax takes off its cotangent.
-    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
-    operands = [_heads_first(x, padded) for x in (q, k, v, dout.astype(q.dtype))]
-    rows = [_pad(x, 2, padded) for x in (lse, jnp.swapaxes(delta, 1, 2))]
+    operands = [_as_lanes(x, padded) for x in (q, k, v, out, dout.astype(q.dtype))]
     kernel = kernel_band if isinstance(blocks, Band) else kernel_flash
-    segments = _segments(segment_ids, q, padded)
-    grads = kernel.backward(*operands, *rows, segments, blocks=blocks, interpret=interpret)
-    return tuple(jnp.swapaxes(x[:, :, :length], 1, 2) for x in grads)
+    grads = kernel.backward(
+        *operands,
+        _pad(lse, 2, padded),
+        _segments(segment_ids, q, padded),
+        heads=heads_of(q, k),
+        blocks=blocks,
+        interpret=interpret,
+    )
+    return tuple(_from_lanes(grad, x) for grad, x in zip(grads, (q, k, v), strict=True))
 
 
 def _padded_length(length: int, blocks: Band | Flash) -> int:
@@ -84,8 +93,23 @@ def _pad(x: jax.Array, dim: int, length: int) -> jax.Array:
     return jnp.pad(x, widths)
 
 
-def _heads_first(x: jax.Array, length: int) -> jax.Array:
-    return _pad(jnp.swapaxes(x, 1, 2), 2, length)
+def heads_of(q: jax.Array, k: jax.Array) -> Heads:
+    """The heads of q [B, S, N, H] and k [B, S, G, H] as the kernels see them."""
+    return Heads(
+        k.shape[2], q.shape[2] // k.shape[2], -(-q.shape[3] // V6E.num_lanes) * V6E.num_lanes
+    )
+
+
+def _as_lanes(x: jax.Array, length: int) -> jax.Array:
+    """[B, S, heads, H] -> [B, length, heads * whole registers]."""
+    x = _pad(x, 3, -(-x.shape[3] // V6E.num_lanes) * V6E.num_lanes)
+    return _pad(x.reshape(*x.shape[:2], -1), 1, length)
+
+
+def _from_lanes(x: jax.Array, like: jax.Array) -> jax.Array:
+    """Inverse of `_as_lanes`."""
+    _, length, num_heads, head_dim = like.shape
+    return x[:, :length].reshape(*like.shape[:2], num_heads, -1)[..., :head_dim]
 
 
 def _segments(segment_ids: jax.Array | None, q: jax.Array, length: int) -> jax.Array:

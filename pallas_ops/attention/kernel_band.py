@@ -27,13 +27,17 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_ops.attention.blocks import Band, band_vmem_bytes
 from pallas_ops.attention.kernel_parts import (
     HIDDEN,
+    Heads,
     column,
+    deltas,
     dot,
     from_blocks,
     in_reach,
     repeat_row,
     row,
+    stack,
     to_blocks,
+    unstack,
     visible,
 )
 from pallas_ops.chips import V6E
@@ -48,51 +52,51 @@ def forward(
     v: jax.Array,
     segments: jax.Array,
     *,
+    heads: Heads,
     blocks: Band,
     interpret: bool | pltpu.InterpretParams,
 ) -> tuple[jax.Array, jax.Array]:
-    """q [B, N, S, H], k and v [B, G, S, H], segments int32 [B, S], S whole blocks.
-    Returns (out [B, N, S, H], log-sum-exp fp32 [B, N, S])."""
-    batch, num_heads, length, head_dim = q.shape
-    num_kv_heads, block = k.shape[1], blocks.block
-    shared, num_steps = num_heads // num_kv_heads, length // block
-    rows, itemsize = shared * block, q.dtype.itemsize
+    """q [B, S, N * H], k and v [B, S, G * H], segments int32 [B, S], S whole blocks.
+    Returns (out [B, S, N * H], log-sum-exp fp32 [B, N, S])."""
+    batch, length, _ = q.shape
+    block, num_steps = blocks.block, length // blocks.block
+    rows = heads.shared * block
 
     def here(b, g, i):
-        return b, g, i, 0
+        return b, i, g
 
-    heads = pl.BlockSpec((1, shared, block, head_dim), here)
-    keys = pl.BlockSpec((1, 1, block, head_dim), here)
+    queries = pl.BlockSpec((1, block, heads.shared * heads.dim), here)
+    keys = pl.BlockSpec((1, block, heads.dim), here)
     out, lse = pl.pallas_call(
-        functools.partial(_forward_kernel, blocks=blocks),
-        grid=(batch, num_kv_heads, num_steps),
+        functools.partial(_forward_kernel, heads=heads, blocks=blocks),
+        grid=(batch, heads.num_kv, num_steps),
         in_specs=[
-            heads,
+            queries,
             keys,
             keys,
             pl.BlockSpec((1, 1, 1, block), lambda b, g, i: (b, i, 0, 0)),
         ],
-        out_specs=[heads, pl.BlockSpec((1, 1, 1, 1, rows), lambda b, g, i: (b, g, i, 0, 0))],
+        out_specs=[queries, pl.BlockSpec((1, 1, 1, 1, rows), lambda b, g, i: (b, g, i, 0, 0))],
         out_shape=[
             jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct((batch, num_kv_heads, num_steps, 1, rows), jnp.float32),
+            jax.ShapeDtypeStruct((batch, heads.num_kv, num_steps, 1, rows), jnp.float32),
         ],
         scratch_shapes=[
-            pltpu.VMEM((blocks.num_blocks, block, head_dim), k.dtype),
-            pltpu.VMEM((blocks.num_blocks, block, head_dim), v.dtype),
+            pltpu.VMEM((blocks.num_blocks, block, heads.dim), k.dtype),
+            pltpu.VMEM((blocks.num_blocks, block, heads.dim), v.dtype),
             pltpu.VMEM((blocks.num_blocks, 1, block), jnp.int32),
         ],
-        compiler_params=_compiler_params(blocks, shared, head_dim, itemsize, backward=False),
-        cost_estimate=_cost(q, k, blocks, num_products=2),
+        compiler_params=_compiler_params(blocks, heads, q.dtype.itemsize, backward=False),
+        cost_estimate=_cost(q, k, heads, blocks, num_products=2),
         interpret=interpret,
         name="attention_band",
     )(q, k, v, segments.reshape(batch, num_steps, 1, block))
     return out, from_blocks(lse, block)
 
 
-def _forward_kernel(q, k, v, segment, out, lse, k_ring, v_ring, segment_ring, *, blocks):
+def _forward_kernel(q, k, v, segment, out, lse, k_ring, v_ring, segment_ring, *, heads, blocks):
     i = pl.program_id(2)
-    shared, block = q.shape[1:3]
+    block = blocks.block
     depth = blocks.num_blocks
     _begin(i, segment_ring, k_ring, v_ring)
 
@@ -103,16 +107,17 @@ def _forward_kernel(q, k, v, segment, out, lse, k_ring, v_ring, segment_ring, *,
     for distance in range(depth):
         slot = _slot(i, distance, depth)
         ring = (k_ring[slot], v_ring[slot], segment_ring[slot])
-        key, value, key_segment = ring if distance else (k[0, 0], v[0, 0], segment[0, 0])
+        key, value, key_segment = ring if distance else (k[0], v[0], segment[0, 0])
         keys.append(key)
         values.append(value)
         reach = in_reach(distance * block, (block, block), 0, blocks.window)
         masks.append(visible(query_segment == key_segment, reach))
     products = functools.partial(_scores, keys=keys)
-    scores = products(q[0, 0])
+    scores = products(q[0, :, heads.lanes(0)])
     logs = []
-    for head in range(shared):
-        following = products(q[0, head + 1]) if head + 1 < shared else None
+    for head in range(heads.shared):
+        last = head + 1 == heads.shared
+        following = None if last else products(q[0, :, heads.lanes(head + 1)])
         scores = [jnp.where(*x, HIDDEN) for x in zip(masks, scores, strict=True)]
         peak = jnp.max(functools.reduce(jnp.maximum, scores), axis=1, keepdims=True)
         weights = [jnp.exp(score - peak) for score in scores]
@@ -121,13 +126,13 @@ def _forward_kernel(q, k, v, segment, out, lse, k_ring, v_ring, segment_ring, *,
             jnp.add,
             [dot(w.astype(x.dtype), x, 1, 0) for w, x in zip(weights, values, strict=True)],
         )
-        out[0, head] = (acc / total).astype(out.dtype)
+        out[0, :, heads.lanes(head)] = (acc / total).astype(out.dtype)
         logs.append(row(peak + jnp.log(total)))
         scores = following
     lse[0, 0, 0] = jnp.concatenate(logs, axis=1)
 
     slot = _slot(i, 0, depth)
-    k_ring[slot], v_ring[slot], segment_ring[slot] = k[0, 0], v[0, 0], segment[0, 0]
+    k_ring[slot], v_ring[slot], segment_ring[slot] = k[0], v[0], segment[0, 0]
 
 
 def _scores(queries, *, keys):
@@ -138,23 +143,22 @@ def backward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
+    out: jax.Array,
     dout: jax.Array,
     lse: jax.Array,
-    delta: jax.Array,
     segments: jax.Array,
     *,
+    heads: Heads,
     blocks: Band,
     interpret: bool | pltpu.InterpretParams,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As `forward`; dout like q, lse and delta (row sums of out * dout) fp32 [B, N, S].
-    Returns (dq, dk, dv)."""
-    batch, num_heads, length, head_dim = q.shape
-    num_kv_heads, block, depth = k.shape[1], blocks.block, blocks.num_blocks
-    shared, num_steps = num_heads // num_kv_heads, length // block
-    rows, itemsize = shared * block, q.dtype.itemsize
+    """As `forward`; out and dout like q, lse fp32 [B, N, S]. Returns (dq, dk, dv)."""
+    batch, length, _ = q.shape
+    block, depth, num_steps = blocks.block, blocks.num_blocks, length // blocks.block
+    rows = heads.shared * block
 
     def here(b, g, i):
-        return b, g, jnp.minimum(i, num_steps - 1), 0
+        return b, jnp.minimum(i, num_steps - 1), g
 
     def row_here(b, g, i):
         return b, g, jnp.minimum(i, num_steps - 1), 0, 0
@@ -163,44 +167,43 @@ def backward(
         return b, jnp.minimum(i, num_steps - 1), 0, 0
 
     def left(b, g, i):
-        return b, g, jnp.maximum(i - (depth - 1), 0), 0
+        return b, jnp.maximum(i - (depth - 1), 0), g
 
-    heads = pl.BlockSpec((1, shared, block, head_dim), here)
-    keys = pl.BlockSpec((1, 1, block, head_dim), here)
-    query_row = pl.BlockSpec((1, 1, 1, 1, rows), row_here)
-    grad_keys = pl.BlockSpec((1, 1, block, head_dim), left)
+    queries = pl.BlockSpec((1, block, heads.shared * heads.dim), here)
+    keys = pl.BlockSpec((1, block, heads.dim), here)
+    grad_keys = pl.BlockSpec((1, block, heads.dim), left)
     return pl.pallas_call(
-        functools.partial(_backward_kernel, blocks=blocks, num_steps=num_steps),
-        grid=(batch, num_kv_heads, num_steps + depth - 1),
+        functools.partial(_backward_kernel, heads=heads, blocks=blocks, num_steps=num_steps),
+        grid=(batch, heads.num_kv, num_steps + depth - 1),
         in_specs=[
-            heads,
+            queries,
             keys,
             keys,
-            heads,
-            query_row,
-            query_row,
+            queries,
+            queries,
+            pl.BlockSpec((1, 1, 1, 1, rows), row_here),
             pl.BlockSpec((1, 1, 1, block), segment_here),
         ],
-        out_specs=[heads, grad_keys, grad_keys],
+        out_specs=[queries, grad_keys, grad_keys],
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (q, k, v)],
         scratch_shapes=[
-            pltpu.VMEM((depth, block, head_dim), k.dtype),
-            pltpu.VMEM((depth, block, head_dim), v.dtype),
+            pltpu.VMEM((depth, block, heads.dim), k.dtype),
+            pltpu.VMEM((depth, block, heads.dim), v.dtype),
             pltpu.VMEM((depth, block, 1), jnp.int32),
-            pltpu.VMEM((depth, block, head_dim), jnp.float32),
-            pltpu.VMEM((depth, block, head_dim), jnp.float32),
+            pltpu.VMEM((depth, block, heads.dim), jnp.float32),
+            pltpu.VMEM((depth, block, heads.dim), jnp.float32),
         ],
-        compiler_params=_compiler_params(blocks, shared, head_dim, itemsize, backward=True),
-        cost_estimate=_cost(q, k, blocks, num_products=5),
+        compiler_params=_compiler_params(blocks, heads, q.dtype.itemsize, backward=True),
+        cost_estimate=_cost(q, k, heads, blocks, num_products=5),
         interpret=interpret,
         name="attention_band_backward",
     )(
         q,
         k,
         v,
+        out,
         dout,
-        to_blocks(lse, num_kv_heads, block),
-        to_blocks(delta, num_kv_heads, block),
+        to_blocks(lse, heads.num_kv, block),
         segments.reshape(batch, num_steps, 1, block),
     )
 
@@ -209,9 +212,9 @@ def _backward_kernel(
     q,
     k,
     v,
+    out,
     dout,
     lse,
-    delta,
     segment,
     dq,
     dk,
@@ -222,25 +225,24 @@ def _backward_kernel(
     dk_ring,
     dv_ring,
     *,
+    heads,
     blocks,
     num_steps,
 ):
     i = pl.program_id(2)
-    shared, block, head_dim = q.shape[1:]
-    depth = blocks.num_blocks
+    shared, block, depth = heads.shared, blocks.block, blocks.num_blocks
     _begin(i, segment_ring, k_ring, v_ring, dk_ring, dv_ring)
 
     @pl.when(i < num_steps)
     def _queries():
         slot = _slot(i, 0, depth)
-        k_ring[slot], v_ring[slot] = k[0, 0], v[0, 0]
+        k_ring[slot], v_ring[slot] = k[0], v[0]
         segment_ring[slot] = column(segment[0, 0])
-        dk_ring[slot] = dv_ring[slot] = jnp.zeros((block, head_dim), jnp.float32)
-        queries = q[0].reshape(shared * block, head_dim)
-        cotangents = dout[0].reshape(shared * block, head_dim)
+        dk_ring[slot] = dv_ring[slot] = jnp.zeros((block, heads.dim), jnp.float32)
+        queries, cotangents = stack(q[0], heads), stack(dout[0], heads)
         query_segment = repeat_row(segment[0, 0], shared)
-        query_lse, query_delta = lse[0, 0, 0], delta[0, 0, 0]
-        total = jnp.zeros((shared * block, head_dim), jnp.float32)
+        query_lse, query_delta = lse[0, 0, 0], deltas(out[0], dout[0], heads)
+        total = jnp.zeros((shared * block, heads.dim), jnp.float32)
 
         def products(distance):
             slot = _slot(i, distance, depth)
@@ -261,11 +263,11 @@ def _backward_kernel(
             dk_ring[slot] += dot(dscore, queries, 1, 0)
             total += dot(dscore, k_ring[slot], 0, 0)
             score, dweight = following
-        dq[0] = total.astype(dq.dtype).reshape(shared, block, head_dim)
+        dq[0] = unstack(total.astype(dq.dtype), shared)
 
     slot = _slot(i, depth - 1, depth)
-    dk[0, 0] = dk_ring[slot].astype(dk.dtype)
-    dv[0, 0] = dv_ring[slot].astype(dv.dtype)
+    dk[0] = dk_ring[slot].astype(dk.dtype)
+    dv[0] = dv_ring[slot].astype(dv.dtype)
 
 
 def _begin(i, segment_ring, *rings):
@@ -281,20 +283,19 @@ def _slot(i, distance, depth):
     return jax.lax.rem(i + depth - distance, depth)
 
 
-def _compiler_params(blocks, shared, head_dim, itemsize, *, backward):
-    vmem = band_vmem_bytes(blocks, shared, head_dim, itemsize, backward=backward)
+def _compiler_params(blocks, heads, itemsize, *, backward):
+    vmem = band_vmem_bytes(blocks, heads.shared, heads.dim, itemsize, backward=backward)
     return pltpu.CompilerParams(
         dimension_semantics=("arbitrary", "arbitrary", "arbitrary"),
         vmem_limit_bytes=min(V6E.vmem_bytes, vmem + V6E.vmem_bytes // 4),
     )
 
 
-def _cost(q, k, blocks, *, num_products):
-    batch, num_heads, length, head_dim = q.shape
-    pairs = batch * num_heads * length * blocks.num_blocks * blocks.block
+def _cost(q, k, heads, blocks, *, num_products):
+    pairs = q.size // heads.dim * blocks.num_blocks * blocks.block
     traffic = q.dtype.itemsize * (q.size + k.size)
     return pl.CostEstimate(
-        flops=2 * num_products * pairs * head_dim,
+        flops=2 * num_products * pairs * heads.dim,
         transcendentals=pairs,
         bytes_accessed=2 * traffic if num_products == 2 else 4 * traffic,
     )

@@ -24,12 +24,16 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_ops.attention.blocks import Flash, flash_vmem_bytes
 from pallas_ops.attention.kernel_parts import (
     HIDDEN,
+    Heads,
     column,
+    deltas,
     dot,
     from_blocks,
     in_reach,
     row,
+    stack,
     to_blocks,
+    unstack,
     visible,
 )
 from pallas_ops.chips import V6E
@@ -67,36 +71,36 @@ def forward(
     v: jax.Array,
     segments: jax.Array,
     *,
+    heads: Heads,
     blocks: Flash,
     interpret: bool | pltpu.InterpretParams,
 ) -> tuple[jax.Array, jax.Array]:
-    """q [B, N, S, H], k and v [B, G, S, H], segments int32 [B, S], S whole blocks.
-    Returns (out [B, N, S, H], log-sum-exp fp32 [B, N, S])."""
-    batch, num_heads, length, head_dim = q.shape
-    num_kv_heads, size_q = k.shape[1], blocks.block_q
-    shared = num_heads // num_kv_heads
-    rows = shared * size_q
+    """q [B, S, N * H], k and v [B, S, G * H], segments int32 [B, S], S whole blocks.
+    Returns (out [B, S, N * H], log-sum-exp fp32 [B, N, S])."""
+    batch, length, _ = q.shape
+    size_q = blocks.block_q
+    rows = heads.shared * size_q
     steps = pairs(blocks, length)
-    heads, keys, query_row, query_segment, key_segment = _specs(blocks, shared, head_dim)
+    queries, keys, query_row, query_segment, key_segment = _specs(blocks, heads)
     out, lse = pl.pallas_call(
-        functools.partial(_forward_kernel, window=blocks.window),
+        functools.partial(_forward_kernel, heads=heads, blocks=blocks),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=3,
-            grid=(batch, num_kv_heads, steps.shape[1]),
-            in_specs=[heads, keys, keys, query_segment, key_segment],
-            out_specs=[heads, query_row],
+            grid=(batch, heads.num_kv, steps.shape[1]),
+            in_specs=[queries, keys, keys, query_segment, key_segment],
+            out_specs=[queries, query_row],
             scratch_shapes=[
-                pltpu.VMEM((rows, head_dim), jnp.float32),
+                pltpu.VMEM((rows, heads.dim), jnp.float32),
                 pltpu.VMEM((rows, 1), jnp.float32),
                 pltpu.VMEM((rows, 1), jnp.float32),
             ],
         ),
         out_shape=[
             jax.ShapeDtypeStruct(q.shape, q.dtype),
-            jax.ShapeDtypeStruct((batch, num_kv_heads, length // size_q, 1, rows), jnp.float32),
+            jax.ShapeDtypeStruct((batch, heads.num_kv, length // size_q, 1, rows), jnp.float32),
         ],
-        compiler_params=_compiler_params(blocks, shared, head_dim, q.dtype.itemsize, 0),
-        cost_estimate=_cost(q, k, blocks, steps.shape[1], num_products=2),
+        compiler_params=_compiler_params(blocks, heads, q.dtype.itemsize, 0),
+        cost_estimate=_cost(q, heads, blocks, steps.shape[1], num_products=2),
         interpret=interpret,
         name="attention_flash",
     )(*steps, q, k, v, *_segment_blocks(segments, blocks))
@@ -118,11 +122,11 @@ def _forward_kernel(
     peak,
     total,
     *,
-    window,
+    heads,
+    blocks,
 ):
     step = pl.program_id(2)
-    shared, size_q, head_dim = q.shape[1:]
-    size_k = k.shape[2]
+    shared, size_q, size_k = heads.shared, blocks.block_q, blocks.block_k
 
     @pl.when(flags[step] & FIRST != 0)
     def _start():
@@ -133,20 +137,19 @@ def _forward_kernel(
     distance = queries_of[step] * size_q - keys_of[step] * size_k
     mask = visible(
         column(query_segment[0, 0]) == key_segment[0, 0],
-        in_reach(distance, (size_q, size_k), 0, window),
+        in_reach(distance, (size_q, size_k), 0, blocks.window),
     )
     # Some heads after the others: while the softmax of some keeps the vector units busy, the matrix
     # units can have the scores of the next.
-    key, value = k[0, 0], v[0, 0]
-    heads = max(1, _ROWS_TOGETHER // size_q)
+    key, value = k[0], v[0]
+    count = max(1, _ROWS_TOGETHER // size_q)
 
     def products(first):
-        queries = q[0, first : min(first + heads, shared)]
-        return dot(queries.reshape(-1, head_dim), key, 1, 1)
+        return dot(stack(q[0], heads, first, min(count, shared - first)), key, 1, 1)
 
     score = products(0)
-    for first in range(0, shared, heads):
-        following = products(first + heads) if first + heads < shared else None
+    for first in range(0, shared, count):
+        following = products(first + count) if first + count < shared else None
         num_rows = score.shape[0]
         score = jnp.where(mask, score.reshape(-1, size_q, size_k), HIDDEN)
         score = score.reshape(num_rows, size_k)
@@ -163,7 +166,7 @@ def _forward_kernel(
 
     @pl.when(flags[step] & LAST != 0)
     def _finish():
-        out[0] = (acc[...] / total[...]).astype(out.dtype).reshape(shared, size_q, head_dim)
+        out[0] = unstack((acc[...] / total[...]).astype(out.dtype), shared)
         lse[0, 0, 0] = row(peak[...] + jnp.log(total[...]))
 
 
@@ -171,42 +174,41 @@ def backward(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
+    out: jax.Array,
     dout: jax.Array,
     lse: jax.Array,
-    delta: jax.Array,
     segments: jax.Array,
     *,
+    heads: Heads,
     blocks: Flash,
     interpret: bool | pltpu.InterpretParams,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As `forward`; dout like q, lse and delta (row sums of out * dout) fp32 [B, N, S].
-    Returns (dq, dk, dv)."""
-    length, num_kv_heads = q.shape[2], k.shape[1]
-    rows = [to_blocks(x, num_kv_heads, blocks.block_q) for x in (lse, delta)]
-    operands = (q, k, v, dout, *rows, *_segment_blocks(segments, blocks))
+    """As `forward`; out and dout like q, lse fp32 [B, N, S]. Returns (dq, dk, dv)."""
+    length = q.shape[1]
+    lse = to_blocks(lse, heads.num_kv, blocks.block_q)
+    operands = (q, k, v, out, dout, lse, *_segment_blocks(segments, blocks))
+    part_of = functools.partial(
+        _backward_part, *operands, heads=heads, blocks=blocks, interpret=interpret
+    )
     size = length if blocks.max_keys is None else blocks.max_keys
     if size >= length:
-        return _backward_part(
-            *operands, blocks=blocks, keys=(0, length), dq_dtype=q.dtype, interpret=interpret
-        )[1]
+        return part_of(keys=(0, length), dq_dtype=q.dtype)[1]
     dq, dks, dvs = jnp.zeros(q.shape, jnp.float32), [], []
     for begin in range(0, length, size):
         keys = (begin, min(begin + size, length))
-        first, (part, dk, dv) = _backward_part(
-            *operands, blocks=blocks, keys=keys, dq_dtype=jnp.float32, interpret=interpret
-        )
-        dq = dq.at[:, :, first : first + part.shape[2]].add(part)
+        first, (part, dk, dv) = part_of(keys=keys, dq_dtype=jnp.float32)
+        dq = dq.at[:, first : first + part.shape[1]].add(part)
         dks.append(dk)
         dvs.append(dv)
-    return dq.astype(q.dtype), jnp.concatenate(dks, axis=2), jnp.concatenate(dvs, axis=2)
+    return dq.astype(q.dtype), jnp.concatenate(dks, axis=1), jnp.concatenate(dvs, axis=1)
 
 
-def _backward_part(q, k, *rest, blocks, keys, dq_dtype, interpret):
+def _backward_part(q, k, *rest, heads, blocks, keys, dq_dtype, interpret):
     """dk and dv of the keys [begin, end), and their part of dq for the queries that see any of
     them. Returns (the first such query, (dq, dk, dv))."""
-    batch, num_heads, length, head_dim = q.shape
-    num_kv_heads, size_q, size_k = k.shape[1], blocks.block_q, blocks.block_k
-    shared = num_heads // num_kv_heads
+    batch, length, _ = q.shape
+    size_q, size_k = blocks.block_q, blocks.block_k
+    rows = heads.shared * size_q
     begin, end = keys
     num_keys, first_k = (end - begin) // size_k, begin // size_k
     steps = pairs(blocks, length, begin, end)
@@ -215,46 +217,49 @@ def _backward_part(q, k, *rest, blocks, keys, dq_dtype, interpret):
     writes[2] = WRITE
     written = np.concatenate([np.zeros(steps.shape[1]), np.arange(num_keys)]).astype(np.int32)
     steps = np.concatenate([steps, writes], axis=1)
-    heads, key_block, query_row, query_segment, key_segment = _specs(blocks, shared, head_dim)
+    queries, key_block, query_row, query_segment, key_segment = _specs(blocks, heads)
 
     def part(b, g, step, queries_of, keys_of, flags, written):
-        return b, g, queries_of[step] - first_q, 0
+        return b, queries_of[step] - first_q, g
 
     def grad_keys(b, g, step, queries_of, keys_of, flags, written):
-        return b, g, written[step], 0
+        return b, written[step], g
 
-    grads = pl.BlockSpec((1, 1, size_k, head_dim), grad_keys)
+    grads = pl.BlockSpec((1, size_k, heads.dim), grad_keys)
     num_queries = (last_q - first_q + 1) * size_q
-    kept = jax.ShapeDtypeStruct((batch, num_kv_heads, end - begin, head_dim), k.dtype)
+    kept = jax.ShapeDtypeStruct((batch, end - begin, k.shape[2]), k.dtype)
     outputs = pl.pallas_call(
-        functools.partial(_backward_kernel, window=blocks.window, first_k=first_k),
+        functools.partial(_backward_kernel, heads=heads, blocks=blocks, first_k=first_k),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=4,
-            grid=(batch, num_kv_heads, steps.shape[1]),
+            grid=(batch, heads.num_kv, steps.shape[1]),
             in_specs=[
-                heads,
+                queries,
                 key_block,
                 key_block,
-                heads,
-                query_row,
+                queries,
+                queries,
                 query_row,
                 query_segment,
                 key_segment,
             ],
-            out_specs=[pl.BlockSpec((1, shared, size_q, head_dim), part), grads, grads],
+            out_specs=[pl.BlockSpec(queries.block_shape, part), grads, grads],
             scratch_shapes=[
-                pltpu.VMEM((shared * size_q, head_dim), jnp.float32),
-                pltpu.VMEM((num_keys, size_k, head_dim), jnp.float32),
-                pltpu.VMEM((num_keys, size_k, head_dim), jnp.float32),
+                pltpu.VMEM((rows, heads.dim), q.dtype),
+                pltpu.VMEM((rows, heads.dim), q.dtype),
+                pltpu.VMEM((1, rows), jnp.float32),
+                pltpu.VMEM((rows, heads.dim), jnp.float32),
+                pltpu.VMEM((num_keys, size_k, heads.dim), jnp.float32),
+                pltpu.VMEM((num_keys, size_k, heads.dim), jnp.float32),
             ],
         ),
         out_shape=[
-            jax.ShapeDtypeStruct((batch, num_heads, num_queries, head_dim), dq_dtype),
+            jax.ShapeDtypeStruct((batch, num_queries, q.shape[2]), dq_dtype),
             kept,
             kept,
         ],
-        compiler_params=_compiler_params(blocks, shared, head_dim, q.dtype.itemsize, end - begin),
-        cost_estimate=_cost(q, k, blocks, steps.shape[1], num_products=5),
+        compiler_params=_compiler_params(blocks, heads, q.dtype.itemsize, end - begin),
+        cost_estimate=_cost(q, heads, blocks, steps.shape[1], num_products=5),
         interpret=interpret,
         name="attention_flash_backward",
     )(*steps, written, q, k, *rest)
@@ -269,24 +274,27 @@ def _backward_kernel(
     q,
     k,
     v,
+    out,
     dout,
     lse,
-    delta,
     query_segment,
     key_segment,
     dq,
     dk,
     dv,
+    queries,
+    cotangents,
+    delta,
     acc,
     dk_acc,
     dv_acc,
     *,
-    window,
+    heads,
+    blocks,
     first_k,
 ):
     step = pl.program_id(2)
-    shared, size_q, head_dim = q.shape[1:]
-    size_k = k.shape[2]
+    shared, size_q, size_k = heads.shared, blocks.block_q, blocks.block_k
     flag = flags[step]
 
     @pl.when(step == 0)
@@ -297,53 +305,59 @@ def _backward_kernel(
 
     @pl.when(flag & FIRST != 0)
     def _start_queries():
+        queries[...], cotangents[...] = stack(q[0], heads), stack(dout[0], heads)
+        delta[...] = deltas(out[0], dout[0], heads)
         acc[...] = jnp.zeros_like(acc)
 
     @pl.when(flag & WRITE == 0)
     def _pair():
-        queries = q[0].reshape(shared * size_q, head_dim)
-        cotangents = dout[0].reshape(shared * size_q, head_dim)
-        key, value, j = k[0, 0], v[0, 0], keys_of[step] - first_k
+        key, value, j = k[0], v[0], keys_of[step] - first_k
         distance = queries_of[step] * size_q - keys_of[step] * size_k
         mask = visible(
             column(key_segment[0, 0]) == query_segment[0, 0],
-            in_reach(distance, (size_k, size_q), 1, window),
+            in_reach(distance, (size_k, size_q), 1, blocks.window),
         )
         mask = jnp.concatenate([mask] * shared, axis=1)
-        score = jnp.where(mask, dot(key, queries, 1, 1), HIDDEN)
+        score = jnp.where(mask, dot(key, queries[...], 1, 1), HIDDEN)
         weight = jnp.exp(score - lse[0, 0, 0])  # [keys, queries]
-        dv_acc[j] += dot(weight.astype(dout.dtype), cotangents, 1, 0)
-        dscore = weight * (dot(value, cotangents, 1, 1) - delta[0, 0, 0])
+        dv_acc[j] += dot(weight.astype(dout.dtype), cotangents[...], 1, 0)
+        dscore = weight * (dot(value, cotangents[...], 1, 1) - delta[...])
         dscore = dscore.astype(q.dtype)
-        dk_acc[j] += dot(dscore, queries, 1, 0)
+        dk_acc[j] += dot(dscore, queries[...], 1, 0)
         acc[...] += dot(dscore, key, 0, 0)
 
     @pl.when(flag & LAST != 0)
     def _finish_queries():
-        dq[0] = acc[...].astype(dq.dtype).reshape(shared, size_q, head_dim)
+        dq[0] = unstack(acc[...].astype(dq.dtype), shared)
 
     @pl.when(flag & WRITE != 0)
     def _write_keys():
-        dk[0, 0] = dk_acc[written[step]].astype(dk.dtype)
-        dv[0, 0] = dv_acc[written[step]].astype(dv.dtype)
+        dk[0] = dk_acc[written[step]].astype(dk.dtype)
+        dv[0] = dv_acc[written[step]].astype(dv.dtype)
 
 
-def _specs(blocks, shared, head_dim):
+def _specs(blocks, heads):
     """Blocks of queries (or what is like them), of keys, of one fp32 a query, and of segments."""
     size_q, size_k = blocks.block_q, blocks.block_k
 
     def at_query(b, g, step, queries_of, *_):
-        return b, g, queries_of[step], 0
+        return b, queries_of[step], g
 
     def at_key(b, g, step, queries_of, keys_of, *_):
-        return b, g, keys_of[step], 0
+        return b, keys_of[step], g
+
+    def row_at_query(b, g, step, queries_of, *_):
+        return b, g, queries_of[step], 0, 0
+
+    def segments_at(block):
+        return lambda *args: (args[0], block(*args)[1], 0, 0)
 
     return (
-        pl.BlockSpec((1, shared, size_q, head_dim), at_query),
-        pl.BlockSpec((1, 1, size_k, head_dim), at_key),
-        pl.BlockSpec((1, 1, 1, 1, shared * size_q), lambda *args: (*at_query(*args), 0)),
-        pl.BlockSpec((1, 1, 1, size_q), lambda b, g, *args: (b, at_query(b, g, *args)[2], 0, 0)),
-        pl.BlockSpec((1, 1, 1, size_k), lambda b, g, *args: (b, at_key(b, g, *args)[2], 0, 0)),
+        pl.BlockSpec((1, size_q, heads.shared * heads.dim), at_query),
+        pl.BlockSpec((1, size_k, heads.dim), at_key),
+        pl.BlockSpec((1, 1, 1, 1, heads.shared * size_q), row_at_query),
+        pl.BlockSpec((1, 1, 1, size_q), segments_at(at_query)),
+        pl.BlockSpec((1, 1, 1, size_k), segments_at(at_key)),
     )
 
 
@@ -353,20 +367,20 @@ def _segment_blocks(segments, blocks):
     return [segments.reshape(batch, -1, 1, size) for size in (blocks.block_q, blocks.block_k)]
 
 
-def _compiler_params(blocks, shared, head_dim, itemsize, num_keys):
-    vmem = flash_vmem_bytes(blocks, shared, head_dim, itemsize) + 8 * num_keys * head_dim
+def _compiler_params(blocks, heads, itemsize, num_keys):
+    vmem = flash_vmem_bytes(blocks, heads.shared, heads.dim, itemsize) + 8 * num_keys * heads.dim
     return pltpu.CompilerParams(
         dimension_semantics=("arbitrary", "arbitrary", "arbitrary"),
         vmem_limit_bytes=min(V6E.vmem_bytes, vmem + V6E.vmem_bytes // 4),
     )
 
 
-def _cost(q, k, blocks, num_steps, *, num_products):
-    head_dim = q.shape[3]
-    found = q.shape[0] * q.shape[1] * num_steps * blocks.block_q * blocks.block_k
-    traffic = q.dtype.itemsize * (q.size + k.shape[0] * k.shape[1] * num_steps * blocks.block_k)
+def _cost(q, heads, blocks, num_steps, *, num_products):
+    key_rows = q.shape[0] * heads.num_kv * num_steps * blocks.block_k
+    found = heads.shared * key_rows * blocks.block_q
+    traffic = q.dtype.itemsize * (q.size + key_rows * heads.dim)
     return pl.CostEstimate(
-        flops=2 * num_products * found * head_dim,
+        flops=2 * num_products * found * heads.dim,
         transcendentals=found,
         bytes_accessed=2 * traffic,
     )

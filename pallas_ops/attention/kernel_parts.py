@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -9,6 +11,43 @@ from jax import lax
 HIDDEN = -0.7 * float(jnp.finfo(jnp.float32).max)
 """Score of a hidden key: exp of its distance from any real score is exactly zero, and differences
 of two of them stay finite."""
+
+
+@dataclass(frozen=True)
+class Heads:
+    """How lanes [heads * H] divide into heads."""
+
+    num_kv: int
+    """Key heads."""
+    shared: int
+    """Query heads that share a key head."""
+    dim: int
+    """Lanes of a head, whole registers."""
+
+    def lanes(self, head: int) -> slice:
+        """Where a head of a block lies."""
+        return slice(head * self.dim, (head + 1) * self.dim)
+
+
+def stack(x: jax.Array, heads: Heads, first: int = 0, count: int | None = None) -> jax.Array:
+    """[rows, heads * H] -> [count * rows, H]: some heads one below the other."""
+    count = heads.shared if count is None else count
+    return jnp.concatenate([x[:, heads.lanes(first + i)] for i in range(count)], axis=0)
+
+
+def unstack(x: jax.Array, count: int) -> jax.Array:
+    """Inverse of `stack`, of all heads."""
+    return jnp.concatenate(jnp.split(x, count, axis=0), axis=1)
+
+
+def deltas(out: jax.Array, dout: jax.Array, heads: Heads) -> jax.Array:
+    """fp32 [1, shared * rows] of blocks [rows, shared * H], in the order of `stack`: the row sums
+    of out * dout, which are sum_j p_ij dp_ij, the mean that the softmax takes off its cotangent."""
+    product = out.astype(jnp.float32) * dout.astype(jnp.float32)
+    sums = [
+        row(jnp.sum(product[:, heads.lanes(i)], axis=1, keepdims=True)) for i in range(heads.shared)
+    ]
+    return jnp.concatenate(sums, axis=1)
 
 
 def dot(a: jax.Array, b: jax.Array, dim_a: int, dim_b: int) -> jax.Array:

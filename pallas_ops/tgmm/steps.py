@@ -51,8 +51,8 @@ def group_steps(
     own = slice(group_offset, group_offset + num_groups)
     sizes, ends = group_sizes[own], jnp.cumsum(group_sizes, dtype=jnp.int32)[own]
     row = (ends - sizes) // V6E.row_group * V6E.row_group
-    skip = ends - sizes - row
-    length = jnp.where(sizes > 0, skip + sizes, 0)
+    skip = jnp.where(sizes > 0, ends - sizes - row, 0)
+    length = skip + sizes
     num_steps = jnp.maximum(-(-length // tile_m), 1)
     step_ends = jnp.cumsum(num_steps, dtype=jnp.int32)
     # Each group adds a short step to the whole ones, and its skipped rows are fewer than a tile's;

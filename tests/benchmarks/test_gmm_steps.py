@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from benchmarks.gmm_steps import branch_sums, find_steps
-from benchmarks.static_schedule import Region, Schedule
 from pallas_ops.chips import V6E
+from train.compile.static.schedule import Region, Schedule
 
 SIZES = np.array([100, 0, 500, 400, 24], np.int32)  # of 1,024 rows in tiles of 128
 

@@ -1,61 +1,12 @@
 """Steps and copies of traced kernels against brute force."""
 
 import functools
-import math
 
 import numpy as np
 import pytest
 
 from benchmarks import kernel_registry
-from benchmarks.grid_steps import trace_grid
-from pallas_ops.tgmm.kernel import tgmm
-from pallas_ops.tiling import Tiles
-
-SIZES = ((16, 0, 40, 8), (5, 20, 3, 36), (0, 0, 64, 0), (16, 16, 16, 0), (1, 2, 3, 4))
-ROWS, K, N, TILE = 70, 256, 130, 16
-
-
-def pairs(sizes, visit_empty):
-    """(group, tile) of each step, from what a step is: a tile and a group that share a row."""
-    found, start = [], 0
-    for group, size in enumerate(sizes):
-        tiles = sorted({row // TILE for row in range(start, start + size)})
-        found += [(group, tile) for tile in tiles]
-        if not size and visit_empty:
-            found.append((group, min(start // TILE, (ROWS - 1) // TILE)))
-        start += size
-    return found
-
-
-def tile_bytes(tile, columns, itemsize):
-    rows = min(TILE, ROWS - tile * TILE)
-    return math.ceil(rows / 8) * 8 * math.ceil(columns / 128) * 128 * itemsize
-
-
-def changes(keys):
-    return [key for i, key in enumerate(keys) if not i or key != keys[i - 1]]
-
-
-@pytest.mark.parametrize("sizes", SIZES)
-def test_tgmm_steps_and_bytes_equal_brute_force(sizes):
-    entry = kernel_registry.find("tgmm", "wo drhs, float32")
-    signature = (((ROWS, K), "bfloat16"), ((ROWS, N), "bfloat16"), ((4,), "int32"))
-    fn = functools.partial(tgmm, out_dtype="float32", interpret=False, tiles=Tiles(TILE, K, N))
-    steps = trace_grid(fn, signature, {2: np.array(sizes, np.int32)})
-    live = pairs(sizes, visit_empty=True)
-    assert steps.grid == (1, 1, ROWS // TILE + 1 + 3)
-    at = [live[min(step, len(live) - 1)] for step in range(steps.num_steps)]
-    tiles = changes([tile for _, tile in at])
-    assert steps.fetched.sum() == sum(tile_bytes(t, K, 2) + tile_bytes(t, N, 2) for t in tiles)
-    assert steps.written.sum() == 4 * K * 256 * 4  # every group once, empty ones too
-    groups = [g for g, _ in live]
-    dead = [False] * (steps.num_steps - len(live))
-    want = {
-        "zero": [i == 0 or g != groups[i - 1] for i, g in enumerate(groups)] + dead,
-        "accumulate": [sizes[g] > 0 for g in groups] + dead,
-        "store": [i + 1 == len(groups) or g != groups[i + 1] for i, g in enumerate(groups)] + dead,
-    }
-    assert {visit.name: visit.times(steps).tolist() for visit in entry.visits} == want
+from train.compile.static.grid_steps import trace_grid
 
 
 def test_dynamic_grid_counts_live_steps():

@@ -6,9 +6,12 @@ import tempfile
 import numpy as np
 import pytest
 
-from benchmarks import kernel_compile, kernel_entry, kernel_profile, kernel_registry, routings
-from benchmarks.grid_steps import GridSteps, window_steps
-from benchmarks.static_schedule import (
+from benchmarks import kernel_entry, kernel_profile, kernel_registry, routings
+from pallas_ops.chips import V6E
+from pallas_ops.tiling import Tiles
+from train.compile.static import dump
+from train.compile.static.grid_steps import GridSteps, window_steps
+from train.compile.static.schedule import (
     Region,
     find_copies,
     find_regions,
@@ -16,9 +19,7 @@ from benchmarks.static_schedule import (
     read_schedule,
     split_bundles,
 )
-from benchmarks.step_time import CLOCK_HZ, Visit, kernel_regions, modelled_time, step_sums
-from pallas_ops.chips import V6E
-from pallas_ops.tiling import Tiles
+from train.compile.static.step_time import CLOCK_HZ, Visit, kernel_regions, modelled_time, step_sums
 
 # By hand, in the format of libtpu 0.0.21: a loop of 38 bundles; in it the pipeline's guard of 24,
 # and in that an `if` of 5 with an `else` of 3, and an inner loop of 6.
@@ -267,16 +268,14 @@ def test_unknown_names_list_the_known():
 def test_selection_leaves_out_tiny_shapes_and_public_kernels():
     def names(**options):
         found = kernel_profile.selected(kernel_profile.Options(**options))
-        return [(kernel.op, kernel.shape) for kernel, _ in found]
+        return [(kernel.op, kernel.shape) for kernel in found]
 
     assert len(names()) == 8 and {op for op, _ in names()} == {"gmm", "tgmm"}
     assert {op for op, _ in names(calibrate=True)} == {"megablox", "xla_matmul"}
     assert names(op="all", calibrate=True) == names() + names(calibrate=True)
     assert names(op="gmm", shape="whole tiles") == [("gmm", "whole tiles")]
-    (kernel, tiles), *_ = kernel_profile.selected(
-        kernel_profile.Options(op="megablox", tiles=(16, 8, 8))
-    )
-    assert kernel.static["tiles"] == tiles == Tiles(16, 8, 8)
+    kernel, *_ = kernel_profile.selected(kernel_profile.Options(op="megablox", tiles=(16, 8, 8)))
+    assert kernel.static["tiles"] == Tiles(16, 8, 8)
 
 
 def test_estimate_of_a_hand_made_schedule():
@@ -290,18 +289,32 @@ def test_estimate_of_a_hand_made_schedule():
     assert "not measured" in row["source"]
 
 
-def test_commands_report_what_the_compiler_says(monkeypatch, tmp_path):
-    entry = kernel_registry.find("gmm", "whole tiles")
-    monkeypatch.setattr(kernel_compile, "__name__", "benchmarks.no_such_module")
-    with pytest.raises(RuntimeError, match=r"gmm 'whole tiles' does not compile.*no_such_module"):
-        kernel_compile.compile_with_dump(entry, None, tmp_path)
+@pytest.mark.libtpu
+def test_what_the_compiler_says_is_passed_on(tmp_path):
+    with pytest.raises(RuntimeError, match=r"nothing does not compile for v6e: .*custom op 'no'"):
+        dump.compile_with_dump("nothing", b"no module", tmp_path)
+
+
+def test_visits_may_be_left_to_the_body(monkeypatch):
+    entry = dataclasses.replace(kernel_registry.find("gmm", "whole tiles"), visits=None)
+    monkeypatch.setattr(kernel_profile, "compile_with_dump", lambda *_: 1.0)
+    monkeypatch.setattr(kernel_profile, "read_schedule", lambda *_: schedule())
+    # The hand-made schedule has three regions, as the body of gmm has.
+    (row,) = kernel_profile.profile(entry, ("worst",))
+    assert list(row["bundles_by_region"]) == ["every step", "branch 0", "branch 1", "branch 2"]
+    one_region = dataclasses.replace(
+        schedule(), roots=(Region("loop", 0, 30, (Region("guard", 2, 20, ()),)),)
+    )
+    monkeypatch.setattr(kernel_profile, "read_schedule", lambda *_: one_region)
+    with pytest.raises(ValueError, match="left 0 regions of the body's 3; name their visits"):
+        kernel_profile.profile(entry, ("worst",))
 
 
 @pytest.mark.libtpu
 def test_a_small_kernel_end_to_end(monkeypatch, tmp_path):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     entry = kernel_registry.find("gmm", "whole tiles")
-    (row,) = kernel_profile.profile(entry, None, ("worst",))
+    (row,) = kernel_profile.profile(entry, ("worst",))
     assert list(tmp_path.iterdir()) == []  # dumps are deleted
     assert row["tiles"] == ["128x128", "128x128"]
     assert row["num_steps"] == row["num_live_steps"] == 2 + 3

@@ -120,14 +120,13 @@ def compile_for_v6e(lowered: Any, device: Any) -> dict[str, Any]:
         optimised program, as its opcode and shape.
     """
     from jax._src.interpreters import mlir
-    from jax._src.lib import xla_client
+
+    from pallas_ops.compile_only import compile_module
 
     bytecode = mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
-    options = xla_client.CompileOptions()
-    options.num_replicas = options.num_partitions = 1
     start = time.process_time()
     try:
-        program = device.client.compile(bytecode, xla_client.DeviceList((device,)), options)
+        program = compile_module(bytecode, [device])
     except Exception as error:  # jaxlib's error type differs by what failed
         return {"seconds": time.process_time() - start, "error": str(error)}
     memory = program.get_compiled_memory_stats()
@@ -157,16 +156,13 @@ def relayouts(hlo: str) -> list[str]:
 def main() -> None:
     os.environ.update(ENVIRONMENT)
     sys.path.insert(0, str(Path(__file__).parents[2]))  # a checkout need not be installed
-    from jax.experimental import topologies
-
     from pallas_ops import bridge
+    from pallas_ops.compile_only import topology_devices
 
-    topology = topologies.get_topology_desc(
-        platform="tpu", topology_name="v6e:1x1", chips_per_host_bounds=(1, 1, 1), num_slices=1
-    )
+    (device,) = topology_devices("v6e:1x1", (1, 1, 1))
     for name, program in programs().items():
         lowered = bridge.lower(program.fn, program.signature, static=program.static, target="tpu")
-        result = compile_for_v6e(lowered, topology.devices[0])
+        result = compile_for_v6e(lowered, device)
         print(json.dumps({"name": name, **result}), flush=True)
 
 

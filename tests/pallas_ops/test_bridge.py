@@ -263,3 +263,25 @@ def test_gradients_through_repetition_and_recomputation(variant):
     result = gradients(variant, *xla(x, w, sizes), dout=dout.to("xla"))
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-5)
     assert not result[2][1].count_nonzero()
+
+
+def test_what_is_lowered_is_listed_once():
+    x = torch.ones(2, 3)
+    before = bridge.lowered()
+    for _ in range(2):
+        bridge.call(scaled_sum, xla(x, x), static={"scale": 71})
+    (new,) = [lowering for lowering in bridge.lowered() if lowering not in before]
+    assert (new.fn, new.static, new.target) == (scaled_sum, (("scale", 71),), "cpu")
+    assert new.local_signature == new.signature == (((2, 3), "float32"),) * 2
+
+
+def test_shapes_on_one_device_follow_the_specs():
+    lowering = bridge.Lowering(
+        fn=scaled_sum,
+        static=(),
+        signature=(((8, 6), "float32"), ((4,), "int32")),
+        sharding=OpSharding(mesh=(("data", 2), ("fsdp", 4)), row_axes=("data", "fsdp")),
+        specs=(((("data", "fsdp"), None), ("data",)), ()),
+        target="tpu",
+    )
+    assert lowering.local_signature == (((1, 6), "float32"), ((2,), "int32"))

@@ -16,7 +16,7 @@ LAYOUTS = pytest.mark.parametrize("sharding", [None, TWO], ids=["one device", "t
 
 def sample(dtype, sharding, requires_grad=True):
     """Arguments of each op: 4 tokens to 2 of 3 experts, one of them empty, D = 5, 2F = 4; attention
-    of 2 sequences of 4 tokens with 2 query heads on 1 key head of 3."""
+    of 2 sequences of 4 tokens with 2 query heads on 1 key head of 3; norm_rope of 3 heads of 6."""
 
     def floats(*shape, dtype=dtype):
         return torch.randn(shape, dtype=dtype, requires_grad=requires_grad)
@@ -26,6 +26,7 @@ def sample(dtype, sharding, requires_grad=True):
     sizes, *slots = routing_plan(ids, 3, sharding=sharding)
     four, *_ = routing_plan(ids, 4, sharding=sharding)
     wide, reduce = torch.promote_types(dtype, torch.float32), torch.float32
+    tables = tuple(torch.randn(4, 1, 3, dtype=wide) for _ in ("cos", "sin"))
     return {
         "gmm": (floats(8, 5), floats(3, 5, 4), sizes, False, reduce, text),
         "gmm transposed": (floats(8, 5), floats(3, 4, 5, dtype=wide), sizes, True, reduce, text),
@@ -62,6 +63,15 @@ def sample(dtype, sharding, requires_grad=True):
             torch.randn(2, 4, 2, 3, dtype=dtype),
             None,
             2,
+            text,
+        ),
+        "norm_rope": (floats(2, 4, 3, 6), floats(6), *tables, 1e-6, text),
+        "norm_rope alone": (floats(2, 4, 3, 6), None, None, None, 1e-6, text),
+        "norm_rope_backward": (
+            *(torch.randn(2, 4, 3, 6, dtype=dtype) for _ in range(2)),
+            torch.randn(6, dtype=dtype),
+            *tables,
+            1e-6,
             text,
         ),
     }

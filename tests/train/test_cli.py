@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from train.__main__ import Info, Run, main, parse
+from train.__main__ import COMMANDS, Info, Report, Run, main, parse
 from train.presets import PRESETS
 
 
@@ -61,6 +61,10 @@ def test_info_takes_the_same_options():
         (["--steps", "many"], "--steps"),
         (["--data.batch_size", "3"], "data.batch_size = 3"),
         (["--model.num_experts", "1"], "top_k_experts = 2"),
+        (["report"], "report = nothing: give one report.json"),
+        (["report", "a.json", "b.json"], "report = a.json b.json: give one report.json"),
+        (["report", "--compare", "a.json"], "report = a.json: give two report.json"),
+        (["report", "/no/such.json"], "report = '/no/such.json': No such file"),
         (["rnu"], "no command 'rnu': did you mean run? There are run, info"),
         (["cpu_tiny"], "cpu_tiny is a preset: python -m train --preset cpu_tiny"),
         (["--data.path", "/no/such/text"], "data.path = '/no/such/text': no such file"),
@@ -72,6 +76,12 @@ def test_refusals_exit_with_2_and_say_why(arguments, message, capsys, monkeypatc
         main(arguments)
     assert exit_.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_report_takes_one_file_or_two():
+    assert parse(Report, ["a.json"]).paths == ("a.json",)
+    both = parse(Report, ["--compare", "a.json", "b.json"])
+    assert both.compare and both.paths == ("a.json", "b.json")
 
 
 def test_a_mesh_that_divides_nothing_leaves_no_folder(tmp_path):
@@ -106,6 +116,7 @@ def test_help_shows_how_and_the_presets_values():
     )
     assert done.returncode == 0, done.stderr
     head = done.stdout[:1500]
+    assert [line.split()[0] for line in head.splitlines()[5:9]] == list(COMMANDS)
     for piece in ("python -m train --data.path ~/books --steps 1000", "metrics.jsonl", "cpu_tiny:"):
         assert piece in head
     words = " ".join(done.stdout.split())

@@ -9,9 +9,11 @@ import pytest
 from train.config import MeshConfig
 from train.launch import (
     prepare_environment,
+    prepare_tracing,
     refuse_several_processes,
     refuse_without_chips,
 )
+from train.xla_flags import FLAGS
 
 CPU = {
     "PJRT_DEVICE": "CPU",
@@ -49,8 +51,22 @@ def test_xla_flags_are_kept_and_the_count_replaced():
 
 def test_tpu_mesh():
     environment = {}
-    prepare_environment(MeshConfig(platform="tpu", fsdp=128), environment)
-    assert environment == {"PJRT_DEVICE": "TPU"} | QUIET
+    mesh = MeshConfig(platform="tpu", fsdp=128)
+    prepare_environment(mesh, environment)
+    flags = " ".join(flag.argument for flag in FLAGS)
+    assert environment == {"PJRT_DEVICE": "TPU", "LIBTPU_INIT_ARGS": flags} | QUIET
+
+
+def test_libtpu_flags_of_the_users_own_win(monkeypatch):
+    mesh, name = MeshConfig(platform="tpu", fsdp=4), FLAGS[0].name
+    environment = {"LIBTPU_INIT_ARGS": f"--{name}=1"}
+    prepare_environment(mesh, environment)
+    arguments = environment["LIBTPU_INIT_ARGS"].split()
+    assert arguments == [f"--{name}=1", *(flag.argument for flag in FLAGS[1:])]
+    monkeypatch.setitem(sys.modules, "jax", ModuleType("jax"))
+    prepare_environment(mesh, environment)  # already right: nothing to do
+    with pytest.raises(RuntimeError, match=r"jax imported before .* without LIBTPU_INIT_ARGS="):
+        prepare_environment(mesh, {"PJRT_DEVICE": "TPU"})
 
 
 @pytest.mark.parametrize(
@@ -97,3 +113,15 @@ def test_a_host_without_chips_is_told_so(tmp_path):
         refuse_without_chips(tmp_path)
     (tmp_path / "vfio" / "0").touch()
     refuse_without_chips(tmp_path)
+
+
+def test_tracing_adds_compiler_flags_to_those_that_are_set(monkeypatch):
+    for name in ("torch_xla", "jax"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    environment = {"LIBTPU_INIT_ARGS": "--a=1"}
+    prepare_tracing(environment, libtpu_flags=("--b=2", "--c"))
+    assert environment["LIBTPU_INIT_ARGS"] == "--a=1 --b=2 --c"
+    assert environment["PJRT_DEVICE"] == "CPU" and environment["XLA_HLO_DEBUG"] == "1"
+    environment = {}
+    prepare_tracing(environment)
+    assert "LIBTPU_INIT_ARGS" not in environment

@@ -1,6 +1,7 @@
 """The device loop against python_loop on the CPU, what it traces and keeps, and its HLO."""
 
 import re
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -121,7 +122,7 @@ def test_no_grad_mode_runs_the_forward_loop_alone():
         carry, outputs = loop(layer, *to_xla(*given))
     assert_same([carry, *outputs], [expected[0], *expected[1]])
     assert not carry.requires_grad
-    ((_, trace),) = loop._traces.values()
+    (trace,) = loop._traces.values()
     assert trace.backward is None and len(trace.forward.row_shapes) == len(outputs)
 
 
@@ -215,6 +216,22 @@ def test_a_second_call_traces_nothing_and_a_new_signature_does():
     assert len(loop._traces) == 6 and len(calls) == 5
 
 
+def test_equal_bodies_share_a_trace():
+    @dataclass(frozen=True)
+    class Scale:
+        factor: float
+
+        def __call__(self, carry, params, constants):
+            return carry * params["w"] * self.factor, ()
+
+    loop = XlaLoop()
+    carry, w = torch.randn(3).to("xla"), torch.randn(LAYERS, 3).to("xla")
+    for factor in (2.0, 2.0, 3.0):
+        found, _ = loop(Scale(factor), carry, {"w": w}, ())
+        torch.testing.assert_close(found.cpu(), (carry * (w * factor).prod(0)).cpu())
+    assert len(loop._traces) == 2
+
+
 def rows_kept(trace):
     """Shapes that a traced body keeps of each iteration for its backward pass."""
     return [shape for shape, _ in trace.forward.row_shapes[trace.num_outputs :]]
@@ -223,7 +240,7 @@ def rows_kept(trace):
 def test_with_recomputation_only_the_carry_is_kept():
     loop = XlaLoop()
     run(loop, recompute_layer(layer), *to_xla(*arguments()))
-    ((_, trace),) = loop._traces.values()
+    (trace,) = loop._traces.values()
     assert rows_kept(trace) == [(ROWS, WIDTH)]
 
 
@@ -235,7 +252,7 @@ def test_without_recomputation_parameters_and_constants_are_not_kept_again():
     carry, w = torch.randn(4, 7), torch.randn(LAYERS, 4, 7)
     inputs = [t.to("xla").requires_grad_() for t in (carry, w)]
     loop(scale, inputs[0], {"w": inputs[1]}, (torch.randn(7).to("xla"),))
-    ((_, trace),) = loop._traces.values()
+    (trace,) = loop._traces.values()
     # carry (for w) and carry * w (never needed, as the constant has no gradient).
     assert rows_kept(trace) == [(4, 7)]
 
@@ -248,7 +265,7 @@ def test_a_recomputed_model_keeps_one_carry_a_layer():
     init_parameters(model, seed=0)
     ids = torch.randint(0, 64, (2, 16)).to("xla")
     model.to("xla").loss(ids, ids)
-    inner, outer = (trace for _, trace in loop._traces.values())
+    inner, outer, _loss_tiles = loop._traces.values()
     assert rows_kept(inner) == [(2, 16, 32)]
     assert rows_kept(outer) == [(2, 2, 16, 32), (2, 16, 32)]
 

@@ -1,25 +1,28 @@
-"""`python -m train compile`: trace, compile, report."""
+"""`python -m train compile` and `python -m train report`: trace, compile, tell."""
 
 from __future__ import annotations
 
 import json
 import subprocess
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from train.compile.topology import Topology, find_topology
-from train.launch import prepare_tracing
-from train.tables import format_bytes, text_table
+from pallas_ops.chips import V6E
+from train.compile.topology import Topology, find_topology, next_larger
+from train.compile.views import markdown_document, read_report, report_views
+from train.launch import libtpu_flags, prepare_compiler, prepare_tracing
+from train.tables import format_bytes
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from train.compile.report import Report
+    from train.compile.compiler import Program
+    from train.compile.report import Workload
+    from train.compile.trace import TracedStep
     from train.config import RunConfig
 
 _PACKAGES = ("torch", "torch_xla", "jax", "libtpu")
@@ -30,43 +33,56 @@ def compile_and_report(config: RunConfig, topology_name: str, out: str) -> Path:
 
     The mesh's fsdp axis is set to fill the slice. Raises ValueError for an unknown topology or one
     that the mesh's data axis or the batch does not divide, and SystemExit where the step does not
-    fit.
+    fit (after a report of what did not).
     """
     topology = find_topology(topology_name)
     config = on_topology(config, topology)
+    prepare_compiler(topology.chip.name)
     prepare_tracing()
     from train.compile.compiler import DoesNotFit, compile_step
-    from train.compile.report import make_report
     from train.compile.trace import trace_step
 
     console = Console()
     console.print(f"{config.name} for {topology.name}: tracing, then compiling (minutes)")
     folder = Path(out) / f"{config.name}-{topology.name}"
     folder.mkdir(parents=True, exist_ok=True)
+    step = trace_step(config)
     try:
-        program = compile_step(trace_step(config), topology)
+        program = compile_step(step, topology)
     except DoesNotFit as error:
-        (folder / "does_not_fit.txt").write_text(str(error))
+        words = folder / "does_not_fit.txt"
+        words.write_text(str(error))
+        report = refusal(config, topology, str(error), step.argument_names)
+        if report is None:
+            first = str(error).splitlines()[0]
+            raise SystemExit(
+                f"does not fit {topology.name}: {first} (all of it: {words})"
+            ) from None
+        _write(report | _provenance(config), folder, console)
+        excess = format_bytes(report["memory"]["exceeded"])
         raise SystemExit(
-            f"does not fit {topology.name}: {format_bytes(topology.chip.hbm_bytes)} a chip. The "
-            f"compiler's own words are in {folder / 'does_not_fit.txt'}. Remedies: fewer or "
-            "shorter sequences a chip (--data.batch_size, --data.sequence_length), --recompute, "
-            "more --model.num_loss_tiles"
+            f"does not fit {topology.name}, by {excess} a chip; the compiler's own words: {words}"
         ) from None
-    report = make_report(config.name, topology.name, program, topology.chip)
     (folder / "program.hlo").write_text(program.hlo)
-    (folder / "report.json").write_text(
-        json.dumps(report.to_dict() | _provenance(config), indent=2)
-    )
-    tables = report_tables(report)
-    for table in tables:
-        console.print(table)
-    with open(folder / "report.md", "w") as file:
-        plain = Console(file=file, width=100)
-        for table in tables:
-            plain.print(table)
-    console.print(f"report and program: {folder}")
+    console.print("reading it, and compiling its kernels alone for their schedules")
+    report = _accept(config, topology, step, program)
+    _write(report | _provenance(config), folder, console)
     return folder
+
+
+def show_report(path: str, other: str | None = None, console: Console | None = None) -> None:
+    """Prints a report.json again, or with `other` the two side by side. Raises ValueError for files
+    that are no report."""
+    from train.compile.compare import compare_views
+
+    console = console or Console()
+    report = read_report(path)
+    if other is None:
+        views = report_views(report)
+    else:
+        views = compare_views(report, read_report(other), _distinct(path, other))
+    for view in views:
+        console.print(view.rich())
 
 
 def on_topology(config: RunConfig, topology: Topology) -> RunConfig:
@@ -81,38 +97,97 @@ def on_topology(config: RunConfig, topology: Topology) -> RunConfig:
     return replace(config, mesh=mesh)
 
 
-def report_tables(report: Report) -> list[Table]:
-    """The report for a person."""
-    verdict = "fits" if report.fits else "DOES NOT FIT"
-    memory = [(name, format_bytes(size)) for name, size in report.memory.items()]
-    collectives = [
-        (use.kind, f"{use.count:,}", format_bytes(use.bytes), f"{use.num_asynchronous:,}")
-        for use in report.collectives
-    ]
-    times = [
-        (
-            kind.kind,
-            f"{kind.count:,}",
-            format_bytes(kind.bytes),
-            "unknown" if kind.modelled_s is None else f"{1e3 * kind.modelled_s:,.1f}",
-        )
-        for kind in report.time_by_kind
-    ]
-    total = f"{1e3 * report.modelled_step_s:,.1f}"
-    unknowns = [(unknown,) for unknown in report.unknowns]
-    return [
-        text_table(f"{report.preset} on {report.topology}: {verdict}", ("HBM", "a chip"), memory),
-        text_table("Collectives of a step", ("", "executed", "bytes", "asynchronous"), collectives),
-        text_table(
-            "Modelled time of a step (not measured)",
-            ("", "executed", "bytes", "ms"),
-            [*times, ("modelled step", "", "", total)],
-        ),
-        text_table("Not in the modelled step", ("",), unknowns),
-    ]
+def refusal(
+    config: RunConfig, topology: Topology, message: str, argument_names: Mapping[int, str]
+) -> dict[str, Any] | None:
+    """The report of a step that does not fit HBM, from the compiler's message; None if that cannot
+    be read, or tells of another memory."""
+    from train.compile.buffers import buffers_of_message
+    from train.compile.exhausted import parse_exhausted
+    from train.compile.remedies import best_remedies
+
+    exhausted = parse_exhausted(message)
+    if exhausted is None or exhausted.space != "hbm":
+        return None
+    remedies = best_remedies(config, topology, next_larger(topology), exhausted.used_bytes)
+    return {
+        "preset": config.name,
+        "topology": topology.name,
+        "fits": False,
+        "memory": {
+            "peak": exhausted.used_bytes,
+            "available": exhausted.available_bytes,
+            "exceeded": exhausted.excess_bytes,
+        },
+        "largest_buffers": [
+            asdict(b) for b in buffers_of_message(exhausted.allocations, argument_names)
+        ],
+        "remedies": [asdict(remedy) for remedy in remedies],
+        "collectives": [],
+        "time_by_kind": [],
+        "modelled_step_s": None,
+        "unknowns": ["all but memory: the compiler gave no program"],
+    }
 
 
-def _provenance(config: RunConfig) -> dict[str, object]:
+def _accept(
+    config: RunConfig, topology: Topology, step: TracedStep, program: Program
+) -> dict[str, Any]:
+    """The report of a compiled step."""
+    from train.compile import hlo
+    from train.compile.buffers import buffers_at_peak
+    from train.compile.kernels import schedules
+    from train.compile.report import make_report
+
+    module = hlo.Program(program.hlo)
+    is_modelled = topology.chip == V6E
+    report = make_report(
+        config.name,
+        topology.name,
+        program,
+        topology.chip,
+        schedules=schedules(module, step.kernels) if is_modelled else (),
+        workload=_workload(config, topology.num_chips),
+    )
+    assert program.assignment is not None, "compile_step gives one"
+    buffers = buffers_at_peak(module, program.assignment.peak, step.argument_names)
+    found = report.to_dict() | {"largest_buffers": [asdict(buffer) for buffer in buffers]}
+    if not is_modelled:
+        found["unknowns"] = [f"every time: the model is v6e's, not {topology.chip.name}'s"]
+        found["unknowns"] += report.unknowns
+    return found
+
+
+def _write(report: dict[str, Any], folder: Path, console: Console) -> None:
+    """report.json, report.md and pictures into `folder`, tables onto the terminal."""
+    from train.compile.pictures import draw_report
+
+    (folder / "report.json").write_text(json.dumps(report, indent=2))
+    views = report_views(report)
+    title = f"{report['preset']} on {report['topology']}: what the compiler says"
+    pictures = draw_report(report, folder)
+    (folder / "report.md").write_text(markdown_document(title, views, pictures))
+    for view in views:
+        console.print(view.rich())
+    console.print(f"report: {folder}")
+
+
+def _distinct(first: str, second: str) -> tuple[str, str]:
+    """Short names of two files: the folders that tell them apart."""
+    pair = Path(first).parent.name, Path(second).parent.name
+    return pair if pair[0] != pair[1] and all(pair) else (first, second)
+
+
+def _workload(config: RunConfig, num_chips: int) -> Workload:
+    from torch_gemma4.accounting import training_flops
+    from train.compile.report import Workload
+
+    sequences, length = config.data.batch_size / num_chips, config.data.sequence_length
+    table = training_flops(config.model, sequence_length=length, sequences_per_chip=1)
+    return Workload(tokens=round(sequences * length), flops=round(sequences * table.training))
+
+
+def _provenance(config: RunConfig) -> dict[str, Any]:
     """What a number needs to be believed."""
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"],
@@ -122,6 +197,10 @@ def _provenance(config: RunConfig) -> dict[str, object]:
         check=False,
     ).stdout.strip()
     return {
+        "flags": [
+            {"name": name, "value": value, "reason": reason}
+            for name, value, reason in libtpu_flags()
+        ],
         "versions": {name: version(name) for name in _PACKAGES},
         "commit": commit or None,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

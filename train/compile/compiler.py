@@ -1,12 +1,15 @@
-"""libtpu's compile-only client: a StableHLO module in, an optimised program and its sizes out."""
+"""A traced step through libtpu's compile-only client: the optimised program and its sizes."""
 
 from __future__ import annotations
 
+import tempfile
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
+from pallas_ops.compile_only import compile_module, topology_devices
+from train.compile.assignment import Assignment, parse_assignment
 
 if TYPE_CHECKING:
     from train.compile.topology import Topology
@@ -28,9 +31,11 @@ class Program:
     alias_bytes: int
     """Of the outputs, what shares an argument's buffer."""
     temp_bytes: int
-    """Peak of everything else."""
+    """Everything else that is placed in HBM, constants included."""
     code_bytes: int
     """The program itself."""
+    assignment: Assignment | None = None
+    """Where each buffer lies, if the compiler said so."""
 
     @property
     def peak_bytes(self) -> int:
@@ -50,43 +55,24 @@ def compile_step(step: TracedStep, topology: Topology) -> Program:
     than a chip has.
     """
     import jax
-    from jax._src.lib import xla_client
-    from jax.experimental import topologies
-
-    # The step's layouts are annotations for GSPMD, which is torch_xla's partitioner.
-    jax.config.update("jax_use_shardy_partitioner", False)
 
     if step.num_chips != topology.num_chips:
         raise ValueError(
             f"the step is traced for mesh.data * mesh.fsdp = {step.num_chips} devices, but "
             f"{topology.name} has {topology.num_chips} chips: make them equal"
         )
-    devices = topologies.get_topology_desc(
-        platform="tpu",
-        topology_name=topology.libtpu_name,
-        chips_per_host_bounds=topology.host_grid,
-        num_slices=1,
-    ).devices
-    options = xla_client.CompileOptions()
-    options.num_replicas, options.num_partitions = 1, len(devices)
-    build = options.executable_build_options
-    build.num_replicas, build.num_partitions = 1, len(devices)
-    build.use_spmd_partitioning = True
-    build.allow_spmd_sharding_propagation_to_parameters = [True]
-    build.allow_spmd_sharding_propagation_to_output = [True]
-    build.device_assignment = xla_client.DeviceAssignment.create(
-        np.arange(len(devices)).reshape(1, -1)
-    )
-    begun = time.perf_counter()
-    try:
-        executable = devices[0].client.compile(
-            step.module, xla_client.DeviceList(tuple(devices)), options
-        )
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" in str(error):
-            raise DoesNotFit(str(error)) from None
-        raise
-    seconds = time.perf_counter() - begun
+    devices = topology_devices(topology.libtpu_name, topology.host_grid)
+    with tempfile.TemporaryDirectory(prefix="compile_") as folder:
+        begun = time.perf_counter()
+        try:
+            executable = compile_module(step.module, devices, dump=Path(folder))
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" in str(error):
+                raise DoesNotFit(str(error)) from None
+            raise
+        seconds = time.perf_counter() - begun
+        (file,) = Path(folder).glob("*after_optimizations-buffer-assignment.txt")
+        assignment = parse_assignment(file.read_text())
     stats = executable.get_compiled_memory_stats()
     return Program(
         hlo=executable.hlo_modules()[0].to_string(),
@@ -94,6 +80,7 @@ def compile_step(step: TracedStep, topology: Topology) -> Program:
         argument_bytes=stats.argument_size_in_bytes,
         output_bytes=stats.output_size_in_bytes,
         alias_bytes=stats.alias_size_in_bytes,
-        temp_bytes=stats.temp_size_in_bytes,
+        temp_bytes=assignment.temp_bytes + assignment.constant_bytes,
         code_bytes=stats.generated_code_size_in_bytes,
+        assignment=assignment,
     )

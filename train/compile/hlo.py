@@ -2,8 +2,7 @@
 
 A program is text. Instructions are counted once for every time the computation that holds them
 runs: the entry once, a `while` body as often as its loop turns, a called computation as often as
-its caller. What is inside a fusion moves no bytes of HBM of its own, so only the fusion counts, by
-the kind of work that its inside shows.
+its caller. What is inside a fusion is no instruction of its own.
 """
 
 from __future__ import annotations
@@ -17,23 +16,30 @@ _BYTES = {
     "pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2,
     "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8, "c64": 8,
 }  # fmt: skip
-_SHAPE = re.compile(r"\b(" + "|".join(_BYTES) + r")\[([\d,]*)\]")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%([\w.\-]+) = (.+?) ([\w\-]+)\((.*)$")
+_SHAPE = re.compile(r"\b(" + "|".join(_BYTES) + r")\[([\d,]*)\](\{[^{}]*\})?")
+_OTHER_SPACE = re.compile(r"S\([1-9]\d*\)")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.+?) ([\w\-]+)\((.*)$")
 _COMPUTATION = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\{$")
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition|async_computation)=%([\w.\-]+)")
 _TRIP_COUNT = re.compile(r'known_trip_count"?:\{"?n"?:"(\d+)"')
+_BODY = re.compile(r"body=%([\w.\-]+)")
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_SOURCE_FILE = re.compile(r'source_file="([^"]*)"')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
-COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
-FORMATTING = {"copy", "transpose", "pad", "slice", "concatenate", "reshape", "bitcast"}
-FORMATTING |= {"dynamic-slice", "dynamic-update-slice"}
-"""Opcodes that only move data."""
+FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota", "after-all"}
+FREE |= {"while", "call", "conditional", "async-start", "partition-id", "replica-id"}
+"""Opcodes that move no bytes, or whose insides are counted instead."""
 
 
-def shape_bytes(text: str) -> int:
-    """Bytes of every array named in a piece of HLO, without tiling's padding."""
+def shape_bytes(text: str, *, only_hbm: bool = False) -> int:
+    """Bytes of every array named in a piece of HLO, without tiling's padding; with `only_hbm`, of
+    those that its layouts put in no other memory."""
     total = 0
-    for dtype, dims in _SHAPE.findall(text):
+    for dtype, dims, layout in _SHAPE.findall(text):
+        if only_hbm and _OTHER_SPACE.search(layout):
+            continue
         size = _BYTES[dtype]
         for dim in filter(None, dims.split(",")):
             size *= int(dim)
@@ -53,6 +59,8 @@ class Instruction:
     """As HLO spells it."""
     rest: str
     """Operands and attributes, as text."""
+    is_root: bool = False
+    """Whether it is its computation's result."""
 
     @property
     def called(self) -> list[str]:
@@ -65,10 +73,33 @@ class Instruction:
         return re.findall(r"%([\w.\-]+)", self.rest.split(")", 1)[0])
 
     @property
+    def custom_call_target(self) -> str:
+        """What a custom call calls, "" for other instructions."""
+        found = _TARGET.search(self.rest)
+        return found[1] if found else ""
+
+    @property
+    def op_name(self) -> str:
+        """Names of the program that was traced, outermost first; "" where the compiler has none."""
+        found = _OP_NAME.search(self.rest)
+        return found[1] if found else ""
+
+    @property
+    def source_file(self) -> str:
+        """Python file that asked for it; "" where it is not known."""
+        found = _SOURCE_FILE.search(self.rest)
+        return found[1] if found else ""
+
+    @property
     def estimated_cycles(self) -> int:
         """The compiler's own estimate, 0 where it gives none."""
         found = _CYCLES.search(self.rest)
         return int(found[1]) if found else 0
+
+
+def body_of(loop: Instruction) -> str:
+    """Name of the computation that a `while` repeats."""
+    return _BODY.search(loop.rest)[1]
 
 
 @dataclass
@@ -106,7 +137,8 @@ class Program:
                 if header[1]:
                     self.entry = header[2]
             elif current is not None and (found := _INSTRUCTION.match(line)):
-                instruction = Instruction(*found.groups())
+                root, *fields = found.groups()
+                instruction = Instruction(*fields, is_root=root is not None)
                 current.instructions[instruction.name] = instruction
         if not self.entry:
             raise ValueError("no ENTRY computation in this text: give an HLO module")
@@ -143,8 +175,9 @@ class Program:
         for instruction in computation.instructions.values():
             yield Executed(instruction, computation, count)
             if instruction.opcode == "while":
-                body = re.search(r"body=%([\w.\-]+)", instruction.rest)[1]
-                yield from self._walk(body, count * (self.trip_count(instruction) or 1))
+                yield from self._walk(
+                    body_of(instruction), count * (self.trip_count(instruction) or 1)
+                )
             elif instruction.opcode in ("call", "conditional", "async-start"):
                 for called in instruction.called:
                     yield from self._walk(called, count)
@@ -157,12 +190,3 @@ class Program:
             for inner in self.computations[called].instructions.values():
                 yield inner
                 yield from self.inside(inner)
-
-    def operand_bytes(self, executed: Executed) -> int:
-        """Bytes of an instruction's operands."""
-        known = executed.computation.instructions
-        return sum(
-            shape_bytes(known[name].shape)
-            for name in executed.instruction.operands
-            if name in known
-        )

@@ -1,35 +1,31 @@
-"""What a compiled step says: memory, collectives, formatting, time by kind. Nothing is measured.
+"""What a compiled step says: memory, collectives, time by kind, kernels. Nothing is measured.
 
-The time model (one chip, one step), per executed instruction:
-
-- matrix products: the compiler's estimated cycles at 1.75 GHz;
-- every other TensorCore instruction: bytes read and written at 1.4 TB/s (the compiler's own
-  estimate is two to five times too high for these, so it is shown and not summed);
-- Pallas kernels: a bound from their shapes, operands and results once at peak bandwidth; their
-  schedules are the business of benchmarks/kernel_profile.py;
-- collectives, sorts, gathers and scatters: listed with counts and bytes, not summed: no figure is
-  known.
-
-The sum is the *modelled step*: a way to compare programs, not a step time.
+The sum of the times is the *modelled step*: a way to compare programs, not a step time. Its model
+is model_time.py's, its kinds of work are kinds.py's.
 """
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from pallas_ops.chips import Chip
 from train.compile import hlo
 from train.compile.compiler import Program as CompiledProgram
+from train.compile.kernels import KernelKey, KernelSchedule
+from train.compile.model_time import LINK_BYTES_PER_S, StepModel, Work
 
-CLOCK_HZ = 1.75e9
-"""Of a v6e TensorCore, from its peak: 918e12 FLOP/s over 524,288 FLOP a cycle."""
-MODEL_BYTES_PER_S = 1.4e12
-"""Memory bandwidth that data movement is modelled with."""
 
-_UNKNOWN = ("sort", "gather", "scatter")
+@dataclass(frozen=True)
+class Workload:
+    """What one step does on one chip."""
+
+    tokens: int
+    """Of the batch."""
+    flops: int
+    """Counted for training, without recomputation (torch_gemma4/accounting.py)."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +37,32 @@ class KindTime:
     count: int
     """Instructions executed."""
     bytes: int
-    """Read and written."""
-    modelled_s: float | None
-    """By the model; None where no model is trusted."""
+    """HBM read and written."""
+    modelled_s: float
+    """By the model."""
+    compiler_s: float
+    """By the compiler's raw estimate; it has none for kernels, and its figures for what moves data
+    are two to five times too high."""
+
+
+@dataclass(frozen=True)
+class KernelTime:
+    """One Pallas call of a step, at one set of shapes."""
+
+    name: str
+    """Of the kernel."""
+    shapes: str
+    """Of its results."""
+    count: int
+    """Executions a step."""
+    modelled_s: float
+    """Of all of them."""
+    source: str
+    """"static schedule", or the bound that stands in for it."""
+    bundles: int | None
+    """Of the longest grid step; None without a schedule."""
+    num_steps: int | None
+    """Grid steps of one call; None without a schedule."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +72,13 @@ class CollectiveUse:
     kind: str
     """Its opcode."""
     count: int
-    """Executions a step."""
+    """Collectives a step, each counted once however many instructions carry it."""
     bytes: int
     """The larger of operands and results, added up."""
     num_asynchronous: int
-    """Of them, started and awaited apart or fused with compute."""
+    """Of them, started and awaited apart, with compute between."""
+    link_s: float
+    """Time on the chip's links at their published rate: a lower bound."""
 
 
 @dataclass(frozen=True)
@@ -75,126 +96,152 @@ class Report:
     collectives: tuple[CollectiveUse, ...]
     """By kind."""
     time_by_kind: tuple[KindTime, ...]
-    """By kind of work."""
+    """By kind of work, without collectives."""
+    kernels: tuple[KernelTime, ...]
+    """Pallas calls; their times are in their kinds'."""
+    modelled_step_s: float
+    """Sum of the kinds. Not a step time."""
+    exposed_collectives_s: float
+    """What compute does not hide of the collectives by the link model: a lower bound, not in
+    modelled_step_s."""
+    modelled_tokens_per_s: float | None
+    """A chip, if a step took modelled_step_s; None where the workload is not given."""
+    modelled_mfu: float | None
+    """Counted FLOPs over peak in modelled_step_s."""
     unknowns: tuple[str, ...]
-    """What the modelled step leaves out."""
+    """What the modelled step leaves out, or has by a figure that is not trusted."""
     compile_s: float
     """The compiler's time on this host."""
 
-    @property
-    def modelled_step_s(self) -> float:
-        """Sum of what is modelled, in seconds. Not a step time."""
-        return sum(kind.modelled_s or 0.0 for kind in self.time_by_kind)
-
     def to_dict(self) -> dict[str, Any]:
         """For report.json."""
-        return asdict(self) | {"modelled_step_s": self.modelled_step_s}
+        return asdict(self)
 
 
-def make_report(preset: str, topology: str, program: CompiledProgram, chip: Chip) -> Report:
-    """Reads one compiled program."""
+def make_report(
+    preset: str,
+    topology: str,
+    program: CompiledProgram,
+    chip: Chip,
+    *,
+    schedules: Sequence[KernelSchedule] = (),
+    workload: Workload | None = None,
+) -> Report:
+    """Reads one compiled program. `schedules` are those of its Pallas calls; a call without one is
+    modelled by a bound."""
     module = hlo.Program(program.hlo)
-    kinds: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0.0])
-    collectives: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
-    for executed in module.executed():
-        kind = _kind(module, executed.instruction)
-        if kind is None:
-            continue
-        read = module.operand_bytes(executed)
-        written = hlo.shape_bytes(executed.instruction.shape)
-        collective = _collective(module, executed.instruction)
-        if collective is not None:
-            entry = collectives[collective]
-            entry[0] += executed.count
-            entry[1] += executed.count * max(read, written)
-            entry[2] += executed.count * _is_asynchronous(executed)
-            continue
-        entry = kinds[kind]
-        entry[0] += executed.count
-        entry[1] += executed.count * (read + written)
-        entry[2] += executed.count * _seconds(kind, executed.instruction, read + written, chip)
-    peak = program.peak_bytes
-    memory = {
-        "argument": program.argument_bytes,
-        "output": program.output_bytes,
-        "alias": program.alias_bytes,
-        "temp": program.temp_bytes,
-        "code": program.code_bytes,
-        "peak": peak,
-        "available": chip.hbm_bytes,
-    }
-    times = tuple(
-        KindTime(kind, int(n), int(size), None if kind in _UNKNOWN else seconds)
-        for kind, (n, size, seconds) in sorted(kinds.items(), key=lambda item: -item[1][2])
-    )
+    by_key = {schedule.key: schedule for schedule in schedules}
+    seconds = {key: s.seconds for key, s in by_key.items() if s.seconds is not None}
+    model = StepModel(module, chip, seconds)
+    work = list(model.work())
+    kernels = _kernels(work, by_key)
+    times = _by_kind(work)
+    step = sum(time.modelled_s for time in times)
+    exposed = model.exposed_s
     return Report(
         preset=preset,
         topology=topology,
-        fits=peak <= chip.hbm_bytes,
-        memory=memory,
-        collectives=tuple(CollectiveUse(k, *v) for k, v in sorted(collectives.items())),
+        fits=program.peak_bytes <= chip.hbm_bytes,
+        memory={
+            "argument": program.argument_bytes,
+            "output": program.output_bytes,
+            "alias": program.alias_bytes,
+            "temp": program.temp_bytes,
+            "code": program.code_bytes,
+            "peak": program.peak_bytes,
+            "available": chip.hbm_bytes,
+        },
+        collectives=_collectives(model),
         time_by_kind=times,
+        kernels=kernels,
+        modelled_step_s=step,
+        exposed_collectives_s=exposed,
+        modelled_tokens_per_s=workload and step and workload.tokens / step,
+        modelled_mfu=workload and step and workload.flops / step / chip.peak_bf16_flops,
         unknowns=(
-            "waits for collectives that compute does not hide",
-            *(f"{kind.kind}: {kind.count} executed" for kind in times if kind.kind in _UNKNOWN),
+            "waits for collectives that compute does not hide: at least "
+            f"{1e3 * exposed:,.1f} ms if each link queue ran at {LINK_BYTES_PER_S / 1e9:.0f} GB/s",
+            *_untrusted(work),
+            *(
+                f"kernel {time.name}, {time.count} executed: {time.source}"
+                for time in kernels
+                if time.source != STATIC
+            ),
             *(f"trip count of {name}, counted once" for name in module.unknown_loops),
         ),
         compile_s=program.compile_s,
     )
 
 
-_FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota", "after-all"}
-_FREE |= {"while", "call", "conditional", "async-start", "partition-id", "replica-id"}
-"""Opcodes that move no bytes, or whose insides are counted instead."""
+STATIC = "static schedule"
 
 
-def _kind(module: hlo.Program, instruction: hlo.Instruction) -> str | None:
-    """The kind of work of an instruction, None where it is no work."""
-    opcode = instruction.opcode
-    if opcode in _FREE or opcode.endswith("-done"):
-        return None
-    if opcode == "custom-call":
-        return f"kernel {_kernel_name(instruction)}"
-    inside = {inner.opcode for inner in module.inside(instruction)} or {opcode}
-    if inside & {"convolution", "dot"}:
-        return "matrix products"
-    for unknown in _UNKNOWN:
-        if unknown in inside:
-            return unknown
-    if inside - {"parameter", "constant", "tuple", "get-tuple-element"} <= hlo.FORMATTING:
-        return "data formatting"
-    return "other vector work"
+def _by_kind(work: Sequence[Work]) -> tuple[KindTime, ...]:
+    rows: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0.0, 0.0])
+    for each in work:
+        row = rows[each.kind]
+        row[0] += each.count
+        row[1] += each.count * each.bytes
+        row[2] += each.count * each.seconds
+        row[3] += each.count * each.estimated_s
+    found = (KindTime(kind, int(n), int(size), *rest) for kind, (n, size, *rest) in rows.items())
+    return tuple(sorted(found, key=lambda time: -time.modelled_s))
 
 
-def _kernel_name(instruction: hlo.Instruction) -> str:
-    """A Pallas kernel's own name, or the target of another custom call."""
-    if 'custom_call_target="tpu_custom_call"' in instruction.rest:
-        found = re.search(r'op_name="[^"]*jit\((\w+)\)[^"]*"', instruction.rest)
-        return found[1].removesuffix("_sharded") if found else instruction.name
-    found = re.search(r'custom_call_target="([\w.$\-]+)"', instruction.rest)
-    return found[1] if found else instruction.name
+def _kernels(
+    work: Sequence[Work], schedules: dict[KernelKey, KernelSchedule]
+) -> tuple[KernelTime, ...]:
+    rows: dict[KernelKey, list[Work]] = defaultdict(list)
+    for each in work:
+        if each.kernel is not None:
+            rows[each.kernel].append(each)
+    found = []
+    for key, calls in rows.items():
+        schedule = schedules.get(key)
+        profile = schedule and schedule.profile
+        if schedule is None:
+            name, source = calls[0].executed.instruction.name, "bound by bytes and FLOPs"
+        elif profile is None:
+            name, source = schedule.name, f"bound by bytes and FLOPs ({schedule.unknown})"
+        else:
+            name, source = schedule.name, STATIC
+            if schedule.unknown:
+                source += f", {schedule.unknown}"
+        found.append(
+            KernelTime(
+                name=name,
+                shapes=", ".join(f"{t}[{'x'.join(map(str, dims))}]" for t, dims in key[1]),
+                count=sum(each.count for each in calls),
+                modelled_s=sum(each.count * each.seconds for each in calls),
+                source=source,
+                bundles=None if profile is None else profile.max_bundles,
+                num_steps=None if profile is None else profile.steps.num_steps,
+            )
+        )
+    return tuple(sorted(found, key=lambda time: -time.modelled_s))
 
 
-def _collective(module: hlo.Program, instruction: hlo.Instruction) -> str | None:
-    """Which collective an instruction is. TPU writes a reduce-scatter as a fusion of its own."""
-    opcode = instruction.opcode.removesuffix("-start")
-    if opcode in hlo.COLLECTIVES:
-        return opcode
-    if any(called.startswith("all-reduce-scatter") for called in instruction.called):
-        return "reduce-scatter"
-    inside = {inner.opcode for inner in module.inside(instruction)}
-    return next((kind for kind in hlo.COLLECTIVES if kind in inside), None)
+def _collectives(model: StepModel) -> tuple[CollectiveUse, ...]:
+    rows: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0, 0.0])
+    for executed, collective in model.collectives():
+        row = rows[collective.kind]
+        row[0] += executed.count
+        row[1] += executed.count * collective.bytes
+        row[2] += executed.count * collective.is_asynchronous
+        row[3] += executed.count * collective.link_bytes / LINK_BYTES_PER_S
+    return tuple(CollectiveUse(kind, *row) for kind, row in sorted(rows.items()))
 
 
-def _is_asynchronous(executed: hlo.Executed) -> bool:
-    instruction = executed.instruction
-    started = instruction.opcode.endswith("-start") or instruction.opcode == "fusion"
-    return started and "all-reduce-scatter" not in instruction.rest
-
-
-def _seconds(kind: str, instruction: hlo.Instruction, num_bytes: int, chip: Chip) -> float:
-    if kind == "matrix products":
-        return instruction.estimated_cycles / CLOCK_HZ
-    if kind.startswith("kernel "):
-        return num_bytes / chip.hbm_bytes_per_s
-    return num_bytes / MODEL_BYTES_PER_S
+def _untrusted(work: Sequence[Work]) -> list[str]:
+    rows: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0.0])
+    for each in work:
+        if each.untrusted is not None:
+            row = rows[each.untrusted]
+            row[0] += each.count
+            row[1] += each.count * each.bytes
+            row[2] += each.count * each.seconds
+    return [
+        f"{name}: {int(n):,} executed, {size / 1e9:,.2f} GB, in the sum by bytes alone "
+        f"({1e3 * seconds:,.1f} ms)"
+        for name, (n, size, seconds) in sorted(rows.items())
+    ]

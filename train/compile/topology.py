@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
-from pallas_ops.chips import V6E, Chip
+from pallas_ops.chips import V5E, V5P, V6E, Chip
 
 
 @dataclass(frozen=True)
@@ -13,8 +14,8 @@ class Topology:
 
     name: str
     """As users say it: chip and number of chips."""
-    grid: tuple[int, int]
-    """Chips of the torus or mesh."""
+    grid: tuple[int, ...]
+    """Chips of the torus or mesh, along two or three axes."""
     host_grid: tuple[int, int, int] = (2, 2, 1)
     """Chips of one host."""
     chip: Chip = V6E
@@ -23,28 +24,32 @@ class Topology:
     @property
     def num_chips(self) -> int:
         """Chips of the slice."""
-        return self.grid[0] * self.grid[1]
+        return prod(self.grid)
 
     @property
     def libtpu_name(self) -> str:
         """As libtpu spells it."""
-        return f"{self.chip.name}:{self.grid[0]}x{self.grid[1]}"
+        return f"{self.chip.name}:{'x'.join(map(str, self.grid))}"
 
 
-_GRIDS = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+_PLANES = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
+_CUBES = ((2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8), (4, 8, 8))
 
 TOPOLOGIES: dict[str, Topology] = {
     topology.name: topology
     for topology in (
         Topology(
-            name=f"v6e-{x * y}",
-            grid=(x, y),
-            host_grid=(1, 1, 1) if x * y == 1 else (2, 2, 1),
+            name=f"{chip.name}-{prod(grid)}",
+            grid=grid,
+            host_grid=(1, 1, 1) if prod(grid) == 1 else (2, 2, 1),
+            chip=chip,
         )
-        for x, y in _GRIDS
+        for chip, grids in ((V6E, _PLANES), (V5E, _PLANES), (V5P, _CUBES))
+        for grid in grids
     )
 }
-"""Every slice that can be named."""
+"""Every slice that can be named. The number counts chips, for v5p too, which Google's own names
+count in cores."""
 
 
 def find_topology(name: str) -> Topology:
@@ -52,3 +57,10 @@ def find_topology(name: str) -> Topology:
     if name not in TOPOLOGIES:
         raise ValueError(f"topology = {name!r}: unknown; use one of {', '.join(TOPOLOGIES)}")
     return TOPOLOGIES[name]
+
+
+def next_larger(topology: Topology) -> Topology | None:
+    """The next slice with more of the same chips, None after the largest."""
+    family = [t for t in TOPOLOGIES.values() if t.chip == topology.chip]
+    larger = [t for t in family if t.num_chips > topology.num_chips]
+    return min(larger, key=lambda t: t.num_chips, default=None)

@@ -9,7 +9,7 @@ mesh of numbers over one real device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,8 +20,10 @@ import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
 from torch import Tensor
 
+from pallas_ops.bridge import Lowering, lowered
 from torch_gemma4.model import Gemma4ForCausalLM
 from train.build import build_execution, decays
+from train.compile.scopes import Scopes
 from train.mesh import MeshLayout
 from train.optim import AdamW
 from train.sharding import ROW_AXES, Spec
@@ -39,6 +41,11 @@ class TracedStep:
     """StableHLO as MLIR bytecode; arguments carry layouts and donation."""
     num_chips: int
     """Devices the program is for."""
+    kernels: tuple[Lowering, ...]
+    """JAX functions that it calls."""
+    argument_names: dict[int, str]
+    """By an argument's number: a parameter's name, "exp_avg/" and "exp_avg_sq/" before it for its
+    moments, or an input of the batch. Scalars that the trace made are not in it."""
 
 
 class _NumberedMesh(xs.Mesh):
@@ -70,8 +77,12 @@ def trace_step(config: RunConfig) -> TracedStep:
     layout = MeshLayout(config.mesh, _NumberedMesh(config.mesh), target="tpu")
     inputs = _Placeholders(layout)
 
+    scopes = Scopes()
+    execution = build_execution(config, layout)
+    if (recompute := execution.recompute) is not None:
+        execution = replace(execution, recompute=lambda body: recompute(scopes.around(body)))
     with torch.device("meta"):
-        model = Gemma4ForCausalLM(config.model, build_execution(config, layout))
+        model = Gemma4ForCausalLM(config.model, execution)
     for name, parameter in list(model.named_parameters()):
         spec = layout.parameter_spec(name, parameter)
         tensor = inputs.make(name, parameter.shape, torch.float32, spec)
@@ -89,7 +100,8 @@ def trace_step(config: RunConfig) -> TracedStep:
         name: inputs.make(name, shape, torch.int32, (ROW_AXES, None))
         for name in ("input_ids", "labels", "segment_ids")
     }
-    metrics = train_step(model, optimizer, layout, batch)
+    with scopes:
+        metrics = train_step(model, optimizer, layout, batch)
 
     state = {name: parameter.detach() for name, parameter in optimizer.parameters.items()}
     state |= {f"exp_avg/{name}": tensor for name, tensor in optimizer.exp_avg.items()}
@@ -124,7 +136,8 @@ def _export(
         main.arg_attrs = ir.ArrayAttr.get([ir.DictAttr.get(a) for a in arguments])
         main.attributes["res_attrs"] = ir.ArrayAttr.get([ir.DictAttr.get(r) for r in results])
         bytecode = mlir.module_to_bytecode(module)
-    return TracedStep(bytecode, config.mesh.num_devices)
+    names = {position: name for name, position in positions.items()}
+    return TracedStep(bytecode, config.mesh.num_devices, lowered(), names)
 
 
 def _items(attributes) -> list[tuple[str, object]]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.static_schedule import Copy, window_bytes
+from train.compile.static.schedule import Copy, window_bytes
 
 _LARGE = 1 << 20
 """Elements from which a value is left unknown: no decision about steps is that long."""
@@ -52,6 +52,35 @@ class GridSteps:
         return len(self.fetched)
 
 
+@dataclass(frozen=True)
+class PallasCall:
+    """One Pallas call of a traced function."""
+
+    params: dict[str, Any]
+    """Of the equation: name, grid, index maps, body."""
+    operands: tuple[Any, ...]
+    """Values of its operands, None where unknown."""
+    signature: tuple[tuple[tuple[int, ...], str], ...]
+    """Shape and dtype name of its operands: dynamic grid bounds, scalars, arrays."""
+    results: tuple[tuple[tuple[int, ...], str], ...]
+    """Shape and dtype name of its results."""
+
+    @property
+    def name(self) -> str:
+        """Of the kernel."""
+        return self.params["jaxpr"].debug_info.func_name
+
+    def steps(self) -> GridSteps:
+        """Its grid, step by step. Raises ValueError as `trace_grid`."""
+        return _steps(self.params, list(self.operands))
+
+    def __call__(self, *arrays: Any) -> tuple[Any, ...]:
+        """The call alone, as a JAX function of its operands."""
+        from jax._src.pallas.pallas_call import pallas_call_p
+
+        return tuple(pallas_call_p.bind(*arrays, **self.params))
+
+
 def trace_grid(
     fn: Callable[..., Any],
     signature: Sequence[tuple[tuple[int, ...], str]],
@@ -68,15 +97,43 @@ def trace_grid(
         ValueError: no or several Pallas calls, one whose steps depend on an unknown argument, or a
             block that the pipeline does not copy.
     """
-    import jax
+    return only_call(fn, signature, known).steps()
 
-    traced = jax.make_jaxpr(fn)(*(jax.ShapeDtypeStruct(*argument) for argument in signature))
-    arguments = [known.get(i) for i in range(len(signature))]
-    calls: list[tuple[dict[str, Any], list[Any]]] = []
-    _evaluate(traced.jaxpr, traced.consts, arguments, calls)
+
+def only_call(
+    fn: Callable[..., Any],
+    signature: Sequence[tuple[tuple[int, ...], str]],
+    known: Mapping[int, np.ndarray],
+) -> PallasCall:
+    """The only Pallas call in `fn`; arguments as `trace_grid`. Raises ValueError for no or several
+    Pallas calls."""
+    calls = trace_calls(fn, signature, known)
     if len(calls) != 1:
         raise ValueError(f"{fn} has {len(calls)} Pallas calls, expected one; profile each alone")
-    return _steps(*calls[0])
+    return calls[0]
+
+
+def trace_calls(
+    fn: Callable[..., Any],
+    signature: Sequence[tuple[tuple[int, ...], str]],
+    known: Mapping[int, np.ndarray],
+    mesh: Sequence[tuple[str, int]] = (),
+) -> list[PallasCall]:
+    """Every Pallas call in `fn`, in order; arguments as `trace_grid`, with axes that collectives of
+    `fn` name."""
+    import jax
+
+    traced = jax.make_jaxpr(fn, axis_env=list(mesh))(
+        *(jax.ShapeDtypeStruct(*argument) for argument in signature)
+    )
+    arguments = [known.get(i) for i in range(len(signature))]
+    calls: list[PallasCall] = []
+    _evaluate(traced.jaxpr, traced.consts, arguments, calls)
+    return calls
+
+
+def _described(variables: Sequence[Any]) -> tuple[tuple[tuple[int, ...], str], ...]:
+    return tuple((tuple(v.aval.shape), np.dtype(v.aval.dtype).name) for v in variables)
 
 
 def _evaluate(jaxpr, consts, arguments, calls) -> list[Any]:
@@ -88,13 +145,22 @@ def _evaluate(jaxpr, consts, arguments, calls) -> list[Any]:
     for eqn in jaxpr.eqns:
         operands = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
         if eqn.primitive.name == "pallas_call":
-            calls.append((eqn.params, operands))
+            calls.append(
+                PallasCall(
+                    dict(eqn.params),
+                    tuple(operands),
+                    _described(eqn.invars),
+                    _described(eqn.outvars),
+                )
+            )
             results = [None] * len(eqn.outvars)
         elif any(operand is None for operand in operands):
             results = [None] * len(eqn.outvars)
             if eqn.primitive.name in ("jit", "pjit"):
                 inner = eqn.params["jaxpr"]
                 results = _evaluate(inner.jaxpr, inner.consts, operands, calls)
+        elif eqn.primitive.name == "axis_index":
+            results = [np.int32(0)]  # one device stands for all
         elif any(math.prod(v.aval.shape) >= _LARGE for v in eqn.outvars):
             results = [None] * len(eqn.outvars)
         else:

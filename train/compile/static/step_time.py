@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.grid_steps import GridSteps
-from benchmarks.static_schedule import Region, Schedule, descendants
 from pallas_ops.chips import V6E
+from train.compile.static.grid_steps import GridSteps
+from train.compile.static.schedule import Region, Schedule, descendants
 
 CLOCK_HZ = 1.75e9
 """v6e, inferred: 918e12 FLOP/s are 2 matrix units x 2 x 16 x 256 x 256 / 8 cycles at 1.751 GHz."""
@@ -34,6 +34,10 @@ class Visit:
     """What it does, for reports."""
     times: Callable[[GridSteps], np.ndarray]
     """[num_steps] times that the region runs, each time that the region around it does."""
+    is_static_loop: bool = False
+    """Whether it is a loop of a known length, which the compiler may unroll."""
+    is_assumed: bool = False
+    """Whether data decides it, and it is taken to run."""
 
 
 @dataclass(frozen=True)
