@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 
 from benchmarks import kernel_registry
+from benchmarks.routings import group_sizes
 from train.compile.static.grid_steps import trace_grid
 
 
 def test_dynamic_grid_counts_live_steps():
     entry = kernel_registry.find("megablox", "[393216,2048]x[128,2048,768]")
     fn = functools.partial(entry.fn, **entry.static, interpret=False)
-    steps = trace_grid(fn, entry.signature, {2: kernel_registry.group_sizes("worst", 393_216, 128)})
+    steps = trace_grid(fn, entry.signature, {2: group_sizes("worst", 393_216, 128)})
     assert steps.grid == (1, 393_216 // 512 + 127, 1)
     assert steps.block_bytes == (512 * 2048 * 2, 2048 * 768 * 2, 512 * 768 * 2)
     assert steps.written.sum() == 393_216 * 768 * 2  # a tile of two groups is written once

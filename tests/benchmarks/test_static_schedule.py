@@ -295,11 +295,32 @@ def test_what_the_compiler_says_is_passed_on(tmp_path):
         dump.compile_with_dump("nothing", b"no module", tmp_path)
 
 
+def three_branches(x, *, interpret):
+    import jax
+    from jax.experimental import pallas as pl
+
+    def body(x_block, out_block):
+        for i in range(3):
+
+            @pl.when(pl.program_id(0) == i)
+            def _multiply(i=i):
+                out_block[...] = i * x_block[...]
+
+    block = pl.BlockSpec((8, 128), lambda i: (i, 0))
+    out = jax.ShapeDtypeStruct((32, 128), "float32")
+    call = pl.pallas_call(
+        body, grid=(4,), in_specs=[block], out_specs=block, out_shape=out, interpret=interpret
+    )
+    return (call(x),)
+
+
 def test_visits_may_be_left_to_the_body(monkeypatch):
-    entry = dataclasses.replace(kernel_registry.find("gmm", "whole tiles"), visits=None)
+    signature = (((32, 128), "float32"),)
+    entry = kernel_entry.Kernel("op", "shape", three_branches, signature, 10**6, "op", visits=None)
+    monkeypatch.setattr(kernel_profile, "lowered", lambda _: b"")
     monkeypatch.setattr(kernel_profile, "compile_with_dump", lambda *_: 1.0)
     monkeypatch.setattr(kernel_profile, "read_schedule", lambda *_: schedule())
-    # The hand-made schedule has three regions, as the body of gmm has.
+    # The hand-made schedule has three regions, as the body has.
     (row,) = kernel_profile.profile(entry, ("worst",))
     assert list(row["bundles_by_region"]) == ["every step", "branch 0", "branch 1", "branch 2"]
     one_region = dataclasses.replace(

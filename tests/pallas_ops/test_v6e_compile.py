@@ -33,9 +33,9 @@ def compiled():
     return {result.pop("name"): result for result in map(json.loads, done.stdout.splitlines())}
 
 
-def test_all_within_two_minutes(compiled):
+def test_each_kernel_within_a_minute(compiled):
     assert set(compiled) == {*PRODUCTS, CHAIN, BRANCH, "tiles beyond VMEM"}
-    assert sum(result["seconds"] for result in compiled.values()) < 120
+    assert all(compiled[name]["seconds"] < 60 for name in PRODUCTS)
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
