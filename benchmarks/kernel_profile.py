@@ -30,7 +30,11 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import kernel_registry
-from benchmarks.kernel_registry import CALIBRATION, OPS, ROUTINGS, Kernel, group_sizes
+from benchmarks.gmm_steps import GmmSteps
+from benchmarks.kernel_entry import Kernel
+from benchmarks.kernel_registry import CALIBRATION, OPS, PEERS
+from benchmarks.routings import ROUTINGS, group_sizes
+from benchmarks.tgmm_steps import VMATMUL_FLOPS, TgmmSteps
 from pallas_ops import bridge
 from pallas_ops.chips import V6E
 from pallas_ops.tiling import Tiles
@@ -58,8 +62,8 @@ class Options:
     """An op of the registry, or "all" of ours; without it all, or with --calibrate none."""
     shape: str | None = None
     """A shape of the op; all if left out."""
-    routing: Literal["balanced", "worst", "aligned", "all"] = "balanced"
-    """Rows of each group: random with seed 0, every group boundary inside a tile, or none."""
+    routing: Literal["balanced", "worst", "aligned", "zipf", "one hot", "all"] = "balanced"
+    """Rows of each group, see benchmarks/routings.py."""
     tiles: tuple[int, int, int] | None = None
     """Rows, k and n of a tile, instead of the op's own choice."""
     calibrate: bool = False
@@ -85,7 +89,7 @@ def selected(options: Options) -> list[Kernel]:
     if options.op is not None and options.shape is not None:
         found = [kernel_registry.find(options.op, options.shape, tiles)]
     else:
-        ours = [op for op in OPS if op not in CALIBRATION]
+        ours = [op for op in OPS if op not in (*CALIBRATION, *PEERS)]
         if options.op is None:
             ops = [] if options.calibrate else ours
         else:
@@ -110,17 +114,20 @@ def profile(kernel: Kernel, routings: tuple[str, ...]) -> list[dict[str, Any]]:
         schedule = read_schedule(Path(folder), kernel.compiled_name)
     rows = []
     for routing in routings if kernel.routed else ("none",):
-        if kernel.is_pallas:
-            known = {i: group_sizes(routing, *sizes) for i, sizes in kernel.routed.items()}
+        known = {i: group_sizes(routing, *sizes) for i, sizes in kernel.routed.items()}
+        if kernel.own_copies is not None:
+            row = own_copies_row(kernel, schedule, kernel.own_copies(*known.values()))
+        elif kernel.is_pallas:
             fn = functools.partial(kernel.fn, **kernel.static, interpret=False)
             call = only_call(fn, kernel.signature, known)
             steps = call.steps()
             if kernel.visits is None:
                 kernel = replace(kernel, visits=_found_visits(kernel, call, steps, schedule))
+            row = estimate(kernel, schedule, steps)
         else:
-            steps = window_steps(schedule.copies)
+            row = estimate(kernel, schedule, window_steps(schedule.copies))
         head = {"op": kernel.op, "shape": kernel.shape, "routing": routing}
-        rows.append({**head, **estimate(kernel, schedule, steps), "compile_s": round(seconds, 2)})
+        rows.append({**head, **row, "compile_s": round(seconds, 2)})
     return rows
 
 
@@ -144,6 +151,24 @@ def lowered(kernel: Kernel) -> bytes:
 
     module = bridge.lower(kernel.fn, kernel.signature, static=kernel.static, target="tpu")
     return mlir.module_to_bytecode(module.compiler_ir("stablehlo"))
+
+
+def own_copies_row(
+    kernel: Kernel, schedule: Schedule, steps: TgmmSteps | GmmSteps
+) -> dict[str, Any]:
+    """As `estimate`, for a kernel that makes its copies itself."""
+    figures = steps.figures(schedule)
+    seconds = figures["est_us"] / 1e6
+    return {
+        "source": MODELLED,
+        "useful_tflops": round(kernel.flops / seconds / 1e12, 1),
+        "frac_peak": round(kernel.flops / seconds / V6E.peak_bf16_flops, 4),
+        "frac_bandwidth": round(figures["dma_bytes"] / seconds / V6E.hbm_bytes_per_s, 4),
+        "mxu_useful": round(kernel.flops / figures.pop("issued_flops"), 4),
+        "published_us": None,
+        "note": kernel.note,
+        **figures,
+    }
 
 
 def estimate(kernel: Kernel, schedule: Schedule, steps: GridSteps) -> dict[str, Any]:
@@ -175,6 +200,7 @@ def estimate(kernel: Kernel, schedule: Schedule, steps: GridSteps) -> dict[str, 
         "bundles_mean": round(float(bundles.mean()), 1),
         "bundles_by_region": regions,
         "mxu_floor_bundles": int(vmatmuls.max()) * VMATMUL_CYCLES // 2,
+        "mxu_useful": round(kernel.flops / (VMATMUL_FLOPS * float(vmatmuls.sum())), 4),
         "mxu_occupancy": occupancy["MXU"],
         "occupancy": occupancy,
         "num_steps": steps.num_steps,

@@ -7,78 +7,18 @@ that returns its entries and a line in `OPS`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
-
+from benchmarks import gmm_steps
+from benchmarks.kernel_entry import Kernel
+from benchmarks.megablox import megablox_gmm, megablox_products
+from benchmarks.tgmm_steps import find_steps
 from pallas_ops.gmm import kernel as gmm_kernel
 from pallas_ops.gmm import shapes as gmm_shapes
 from pallas_ops.tgmm import kernel as tgmm_kernel
 from pallas_ops.tgmm import shapes as tgmm_shapes
 from pallas_ops.tiling import Tiles
-from train.compile.static.grid_steps import GridSteps
-from train.compile.static.step_time import Visit
-
-ROUTINGS = ("balanced", "worst", "aligned")
-Signature = tuple[tuple[tuple[int, ...], str], ...]
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """One kernel at one shape."""
-
-    op: str
-    """The op's name."""
-    shape: str
-    """The shape's name."""
-    fn: Callable[..., Any]
-    """Module-level JAX function, called with `interpret`."""
-    signature: Signature
-    """Shape and dtype name of its arguments."""
-    flops: int
-    """Useful multiplications and additions."""
-    compiled_name: str
-    """Name of the kernel in the compiler's dump."""
-    static: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of `fn`."""
-    visits: tuple[Visit, ...] | None = ()
-    """When each region of the body runs; None = as the body says (train/compile/static/visits)."""
-    routed: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Arguments that are group sizes, by position: rows, groups."""
-    is_pallas: bool = True
-    """Whether it is a Pallas call; else a fusion of XLA."""
-    libtpu_flags: tuple[str, ...] = ()
-    """More of LIBTPU_INIT_ARGS."""
-    published_ms: float | None = None
-    """Time measured by others on a v6e."""
-    note: str = ""
-    """Why the estimate is off the published time."""
-    is_tiny: bool = False
-    """Whether it is for tests, and run only when named."""
-
-
-def group_sizes(routing: str, num_rows: int, num_groups: int) -> np.ndarray:
-    """int32 [num_groups] rows of each group.
-
-    "balanced": every row chooses a group uniformly at random, seed 0. "worst": equal groups moved
-    so that each boundary lies inside a row tile, whatever its size. "aligned": equal groups, whose
-    boundaries are those of tiles where tiles divide a group: what no kernel can beat. Raises
-    ValueError for another name.
-    """
-    if routing == "balanced":
-        return (
-            np.random.default_rng(0)
-            .multinomial(num_rows, [1 / num_groups] * num_groups)
-            .astype(np.int32)
-        )
-    if routing in ("worst", "aligned"):
-        bounds = np.arange(num_groups + 1) * num_rows // num_groups
-        if routing == "worst":
-            bounds[1:-1] = bounds[1:-1] // 16 * 16 + 1  # tiles are multiples of 16 rows
-        return np.diff(bounds).astype(np.int32)
-    raise ValueError(f"routing={routing!r} is unknown; use one of {ROUTINGS}")
 
 
 def find(op: str, shape: str, tiles: Tiles | None = None) -> Kernel:
@@ -97,66 +37,38 @@ def kernels(op: str, tiles: Tiles | None = None) -> dict[str, Kernel]:
 
 
 def _gmm(tiles: Tiles | None) -> list[Kernel]:
-    found = []
-    for shape in (*gmm_shapes.GEMMA4_26B, *gmm_shapes.TINY[1:2]):
-        k, n, groups = shape.size_k, shape.size_n, shape.num_groups
-
-        def live(steps: GridSteps) -> np.ndarray:
-            return steps.ids[1] < steps.scalars[3][0]
-
-        def opens(steps: GridSteps) -> np.ndarray:
-            return live(steps) & (steps.ids[2] == 0)
-
-        def computes(steps: GridSteps, groups=groups) -> np.ndarray:
-            return live(steps) & (steps.scalars[0][steps.ids[1]] < groups)
-
-        def closes(steps: GridSteps) -> np.ndarray:
-            return live(steps) & (steps.ids[2] == steps.grid[2] - 1)
-
-        found.append(
-            Kernel(
-                op="gmm",
-                shape=shape.name,
-                fn=gmm_kernel.gmm,
-                signature=(
-                    ((shape.num_rows, k), "bfloat16"),
-                    ((groups, *((n, k) if shape.transpose_rhs else (k, n))), "bfloat16"),
-                    ((groups,), "int32"),
-                ),
-                static={"transpose_rhs": shape.transpose_rhs, "tiles": tiles},
-                flops=shape.flops,
-                compiled_name="gmm",
-                visits=(
-                    Visit("zero", opens),
-                    Visit("accumulate", computes),
-                    Visit("store", closes),
-                ),
-                routed={2: (shape.num_rows, groups)},
-                is_tiny=shape in gmm_shapes.TINY,
-            )
+    if tiles is not None:
+        raise ValueError("op='gmm' is profiled with the tiles it chooses; leave tiles out")
+    return [
+        Kernel(
+            op="gmm",
+            shape=shape.name,
+            fn=gmm_kernel.gmm,
+            signature=(
+                ((shape.num_rows, shape.size_k), "bfloat16"),
+                (shape.rhs_shape, "bfloat16"),
+                ((shape.num_groups,), "int32"),
+            ),
+            static={"transpose_rhs": shape.transpose_rhs},
+            flops=shape.flops,
+            compiled_name="gmm",
+            routed={2: (shape.num_rows, shape.num_groups)},
+            is_tiny=shape in gmm_shapes.TINY,
+            own_copies=functools.partial(
+                gmm_steps.find_steps,
+                num_rows=shape.num_rows,
+                size_k=shape.size_k,
+                size_n=shape.size_n,
+                transpose_rhs=shape.transpose_rhs,
+            ),
         )
-    return found
+        for shape in (*gmm_shapes.GEMMA4_26B, *gmm_shapes.TINY[1:2])
+    ]
 
 
 def _tgmm(tiles: Tiles | None) -> list[Kernel]:
-    def group(steps: GridSteps) -> np.ndarray:
-        return steps.scalars[0][steps.ids[2]]
-
-    def live(steps: GridSteps) -> np.ndarray:
-        return steps.ids[2] < steps.scalars[3][0]
-
-    def opens(steps: GridSteps) -> np.ndarray:
-        before = steps.scalars[0][np.maximum(steps.ids[2] - 1, 0)]
-        return live(steps) & ((steps.ids[2] == 0) | (before != group(steps)))
-
-    def computes(steps: GridSteps) -> np.ndarray:
-        return live(steps) & (np.diff(steps.scalars[2])[group(steps)] > 0)
-
-    def closes(steps: GridSteps) -> np.ndarray:
-        last = steps.scalars[3][0] - 1
-        after = steps.scalars[0][np.minimum(steps.ids[2] + 1, last)]
-        return live(steps) & ((steps.ids[2] == last) | (after != group(steps)))
-
+    if tiles is not None:
+        raise ValueError("op='tgmm' is profiled with the tiles it chooses; leave tiles out")
     return [
         Kernel(
             op="tgmm",
@@ -167,31 +79,21 @@ def _tgmm(tiles: Tiles | None) -> list[Kernel]:
                 ((shape.num_rows, shape.size_n), "bfloat16"),
                 ((shape.num_groups,), "int32"),
             ),
-            static={"out_dtype": dtype, "tiles": tiles},
+            static={"out_dtype": dtype},
             flops=shape.flops,
             compiled_name="tgmm",
-            visits=(Visit("zero", opens), Visit("accumulate", computes), Visit("store", closes)),
             routed={2: (shape.num_rows, shape.num_groups)},
+            own_copies=functools.partial(
+                find_steps,
+                num_rows=shape.num_rows,
+                size_k=shape.size_k,
+                size_n=shape.size_n,
+                out_itemsize=4 if dtype == "float32" else 2,
+            ),
         )
         for shape in tgmm_shapes.GEMMA4_26B
         for dtype in ("float32", "bfloat16")
     ]
-
-
-def megablox_gmm(lhs, rhs, group_sizes, *, tiles: Tiles, interpret: bool):
-    """jax's public grouped matmul, bf16 out: lhs [R, K], rhs [G, K, N] to ([R, N],)."""
-    from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm
-
-    tiling = (tiles.tile_m, tiles.tile_k, tiles.tile_n)
-    out = gmm(
-        lhs,
-        rhs,
-        group_sizes,
-        preferred_element_type=lhs.dtype,
-        tiling=tiling,
-        interpret=interpret,
-    )
-    return (out,)
 
 
 def _megablox(tiles: Tiles | None) -> list[Kernel]:
@@ -257,7 +159,10 @@ OPS: dict[str, Callable[[Tiles | None], list[Kernel]]] = {
     "gmm": _gmm,
     "tgmm": _tgmm,
     "megablox": _megablox,
+    "megablox_26b": megablox_products,
     "xla_matmul": _xla_matmul,
 }
 CALIBRATION = ("megablox", "xla_matmul")
 """Ops that are only there to check the estimates."""
+PEERS = ("megablox_26b",)
+"""Ops that only `benchmarks.gmm` asks for, by name."""

@@ -16,6 +16,8 @@ from pallas_ops.norm_rope.op import norm_rope
 from pallas_ops.permute.op import permute
 from pallas_ops.routing.op import RoutingPlan, routing_plan
 from pallas_ops.sharding import OpSharding
+from pallas_ops.split_gmm.op import split_gmm
+from pallas_ops.split_gmm.reference import join_experts, split_experts
 from pallas_ops.tgmm.op import tgmm
 
 __all__ = [
@@ -25,9 +27,12 @@ __all__ = [
     "combine",
     "gelu_gate",
     "gmm",
+    "join_experts",
     "norm_rope",
     "permute",
     "routing_plan",
+    "split_experts",
     "split_gate_up",
+    "split_gmm",
     "tgmm",
 ]

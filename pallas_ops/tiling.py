@@ -1,6 +1,6 @@
 """Tile choice for the grouped matmuls: a caller's tiles, or the largest that the VMEM model admits.
 
-gmm   out[m, n] += lhs[m, k] rhs[g, k, n]   grid (n, step, k): one row tile of one group a step
+gmm   out[m, n] = lhs[m, k] rhs[g, k, n]    grid (n, step): one row tile of one group a step
 tgmm  out[g, k, n] += lhs[m, k] rhs[m, n]   grid (k, n, step)
 """
 
@@ -14,6 +14,8 @@ _VMEM_SHARE = 0.75
 """Of VMEM for the blocks the model counts; the rest is the compiler's temporaries and spills."""
 _MAX_TILE_M = 512
 _MIN_TILE_M = 128
+_ROW_BUCKET = 64
+"""Rows that gmm rounds a part of a tile up to: below, the matrix units wait for weights anyway."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,18 @@ class Tiles:
             )
 
 
-def gmm_vmem_bytes(tiles: Tiles, itemsize: int) -> int:
-    """VMEM of one gmm call: double-buffered blocks and the fp32 accumulator."""
+def row_buckets(tile_m: int) -> tuple[int, ...]:
+    """Row counts that gmm computes a tile or a part of it with, ascending."""
+    return (*range(_ROW_BUCKET, tile_m, _ROW_BUCKET), tile_m)
+
+
+def gmm_vmem_bytes(tiles: Tiles, itemsize: int, *, keeps: bool = False) -> int:
+    """VMEM of one gmm call: blocks and matrices twice, and one fp32 product before it is rounded.
+
+    `keeps` says that a partial_sum has its blocks too.
+    """
     m, k, n = tiles.tile_m, tiles.tile_k, tiles.tile_n
-    return 2 * itemsize * (m * k + k * n + m * n) + 4 * m * n
+    return 2 * itemsize * (m * k + k * n + m * n * (2 if keeps else 1)) + 4 * m * n
 
 
 def tgmm_vmem_bytes(tiles: Tiles, itemsize: int, out_itemsize: int) -> int:
@@ -52,12 +62,31 @@ def tgmm_vmem_bytes(tiles: Tiles, itemsize: int, out_itemsize: int) -> int:
 
 
 def choose_gmm_tiles(
-    num_rows: int, k: int, n: int, num_groups: int, itemsize: int, chip: Chip = V6E
+    num_rows: int,
+    k: int,
+    n: int,
+    num_groups: int,
+    itemsize: int,
+    chip: Chip = V6E,
+    *,
+    keeps: bool = False,
 ) -> Tiles:
-    """Whole k and n where they fit; row tiles near the mean group, so that few dead rows are
-    computed."""
+    """Whole k, and whole n where it fits, else the most columns that do, in equal parts of whole
+    lanes; row tiles near the mean group.
+
+    Raises ValueError when the fewest rows and columns do not fit.
+    """
+    limit = int(_VMEM_SHARE * chip.vmem_bytes)
     tile_m = _row_tile(num_rows, num_groups)
-    return _shrink(Tiles(tile_m, k, n), lambda t: gmm_vmem_bytes(t, itemsize), chip)
+    while True:
+        for num_parts in range(1, max(2, -(-n // chip.num_lanes) + 1)):
+            lanes = -(-n // (num_parts * chip.num_lanes)) * chip.num_lanes
+            tiles = Tiles(tile_m, k, n if num_parts == 1 else lanes)
+            if gmm_vmem_bytes(tiles, itemsize, keeps=keeps) <= limit:
+                return tiles
+        if tile_m <= chip.row_group:
+            raise ValueError(_nothing_fits(limit, chip))
+        tile_m = _halve(tile_m, chip.row_group)
 
 
 def choose_tgmm_tiles(
@@ -94,11 +123,14 @@ def _shrink(tiles: Tiles, vmem_bytes, chip: Chip) -> Tiles:
         elif m > chip.row_group:
             tiles = Tiles(_halve(m, chip.row_group), k, n)
         else:
-            raise ValueError(
-                f"no tiles of a grouped matmul fit {limit} bytes of {chip.name} VMEM; name a chip "
-                "with more"
-            )
+            raise ValueError(_nothing_fits(limit, chip))
     return tiles
+
+
+def _nothing_fits(limit: int, chip: Chip) -> str:
+    return (
+        f"no tiles of a grouped matmul fit {limit} bytes of {chip.name} VMEM; name a chip with more"
+    )
 
 
 def _halve(size: int, multiple: int) -> int:

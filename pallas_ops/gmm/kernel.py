@@ -1,16 +1,21 @@
 """Grouped matmul in Pallas: out[r] = lhs[r] @ rhs[group of r], groups being runs of rows.
 
-Grid (n, step, k). A step is one row tile of one group (pallas_ops/group_tiles.py); a tile that a
-group boundary cuts is visited once a group, in consecutive steps, so its output block stays in VMEM
-between them and each visit writes only the group's own rows. Invariants:
+Grid (n, visit). A visit is one row tile of one group (pallas_ops/gmm/visits.py). A tile that a
+group boundary cuts is visited once a group, in consecutive steps: its blocks stay in VMEM between
+them, and each visit writes its own rows. Invariants:
 
-- every row is written: the rows past the last group form a group of their own that stores zeros;
-- a row outside the group is kept by a select, never by a product: a NaN there cannot leak;
-- k past the end of a ragged last block is zeroed in both operands, for the same reason;
-- accumulation is fp32, rounded once at the last k.
+- every row of a written tile is written by exactly one visit; rows of no group take zeros, or what
+  `partial_sum` holds there;
+- a row of another visit is kept by a select, never by a product: a NaN there cannot leak;
+- only rows near the visit's own are computed: `row_buckets` are the sizes to choose from, so a
+  boundary costs what its rows cost, not a tile;
+- K is whole, so a product is complete in one step: the matrix units accumulate in fp32 and the
+  result is rounded once, on its way to the output block;
+- matrices are copied by hand, one ahead: while one is used, the next has that whole time to arrive.
+  Mosaic's pipeline would start it only a step ahead, and the last step of a group is often short.
 
 With `transpose_rhs` the weights lie as [G, N, K] and both operands contract their last dimension:
-the transposed product without a transposed weight (Megablox's backward makes a copy of it instead).
+no transposed copy is ever made.
 """
 
 from __future__ import annotations
@@ -23,21 +28,34 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_ops.chips import V6E
-from pallas_ops.group_tiles import group_tiles
-from pallas_ops.tiling import Tiles, choose_gmm_tiles, gmm_vmem_bytes
+from pallas_ops.gmm.visits import KEEP, Rest, Visits, make_visits
+from pallas_ops.tiling import Tiles, choose_gmm_tiles, gmm_vmem_bytes, row_buckets
+
+_NUM_SLOTS = 2
+"""Matrices in VMEM: one in use, one on its way."""
 
 
 def gmm(
     lhs: jax.Array,
     rhs: jax.Array,
     group_sizes: jax.Array,
+    partial_sum: jax.Array | None = None,
     *,
     transpose_rhs: bool,
+    group_offset: int = 0,
+    rest: tuple[Rest, Rest] | None = None,
     interpret: bool | pltpu.InterpretParams,
     tiles: Tiles | None = None,
 ) -> tuple[jax.Array]:
-    """One device. lhs [R, K]; rhs [G, K, N], or [G, N, K] transposed; group_sizes int32 [G].
-    Returns ([R, N],)."""
+    """One device. lhs [R, K]; rhs [G, K, N], or [G, N, K] transposed, the matrices of groups
+    [group_offset, group_offset + G) of group_sizes int32 [G_all]; partial_sum [R, N] or None.
+    Returns ([R, N],), in the memory of partial_sum where XLA can spare it.
+
+    `rest` is for the rows before the groups and after them; None is "keep" with a partial_sum, else
+    "zero".
+
+    Raises ValueError for tiles that cut K.
+    """
     num_rows, size_k = lhs.shape
     num_groups = rhs.shape[0]
     size_n = rhs.shape[1] if transpose_rhs else rhs.shape[2]
@@ -46,114 +64,198 @@ def gmm(
     rhs = rhs.astype(lhs.dtype)
     itemsize = lhs.dtype.itemsize
     if tiles is None:
-        tiles = choose_gmm_tiles(num_rows, size_k, size_n, num_groups, itemsize)
-    tile_m, tile_k, tile_n = tiles.tile_m, min(tiles.tile_k, size_k), min(tiles.tile_n, size_n)
+        tiles = choose_gmm_tiles(
+            num_rows, size_k, size_n, num_groups, itemsize, keeps=partial_sum is not None
+        )
+    if tiles.tile_k < size_k:
+        raise ValueError(f"gmm: tile_k={tiles.tile_k} cuts K={size_k}; give tile_k={size_k}")
+    tiles = Tiles(tiles.tile_m, size_k, min(tiles.tile_n, size_n))
+    tile_m, tile_n = tiles.tile_m, tiles.tile_n
+    num_n = pl.cdiv(size_n, tile_n)
+    if size_n % tile_n:  # copies by hand stop at no edge: give the last one whole columns to read
+        n_dim = 1 if transpose_rhs else 2
+        padding = [(0, num_n * tile_n - size_n if dim == n_dim else 0) for dim in range(3)]
+        rhs = jnp.pad(rhs, padding)
 
-    tail = (num_rows - jnp.sum(group_sizes, dtype=jnp.int32))[None]
-    meta = group_tiles(jnp.concatenate([group_sizes, tail]), num_rows, tile_m, visit_empty=False)
-    grid = (pl.cdiv(size_n, tile_n), meta.group.shape[0], pl.cdiv(size_k, tile_k))
-
-    def lhs_index(n, step, k, group, tile, bounds, num_steps):
-        return tile[step], k
-
-    def rhs_index(n, step, k, group, tile, bounds, num_steps):
-        g = jnp.minimum(group[step], num_groups - 1)
-        return (g, n, k) if transpose_rhs else (g, k, n)
-
-    def out_index(n, step, k, group, tile, bounds, num_steps):
-        return tile[step], n
-
-    rhs_block = (1, tile_n, tile_k) if transpose_rhs else (1, tile_k, tile_n)
-    vmem = gmm_vmem_bytes(Tiles(tile_m, tile_k, tile_n), itemsize)
+    if rest is None:
+        rest = ("zero",) * 2 if partial_sum is None else ("keep",) * 2
+    visits, num_visits = make_visits(
+        group_sizes,
+        num_rows,
+        tile_m,
+        group_offset=group_offset,
+        num_groups=num_groups,
+        rest=rest,
+    )
+    kept = () if partial_sum is None else (partial_sum.astype(lhs.dtype),)
+    rhs_block = (tile_n, size_k) if transpose_rhs else (size_k, tile_n)
+    out_shape = jax.ShapeDtypeStruct((num_rows, size_n), lhs.dtype)
     out = pl.pallas_call(
         functools.partial(
             _kernel,
-            num_groups=num_groups,
-            size_k=size_k,
             transpose_rhs=transpose_rhs,
             precision=jax.lax.Precision.HIGHEST if itemsize == 4 else None,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(meta),
-            grid=grid,
+            num_scalar_prefetch=len(visits),
+            grid=(num_n, num_visits),
             in_specs=[
-                pl.BlockSpec((tile_m, tile_k), lhs_index),
-                pl.BlockSpec(rhs_block, rhs_index),
+                pl.BlockSpec((tile_m, size_k), lambda n, v, *s: (Visits(*s).lhs_tile[v], 0)),
+                pl.BlockSpec(memory_space=pl.ANY),
+                *(
+                    pl.BlockSpec((tile_m, tile_n), lambda n, v, *s: (Visits(*s).kept_tile[v], n))
+                    for _ in kept
+                ),
             ],
-            out_specs=pl.BlockSpec((tile_m, tile_n), out_index),
-            scratch_shapes=[pltpu.VMEM((tile_m, tile_n), jnp.float32)],
+            out_specs=pl.BlockSpec((tile_m, tile_n), lambda n, v, *s: (Visits(*s).tile[v], n)),
+            scratch_shapes=[
+                pltpu.VMEM((_NUM_SLOTS, *rhs_block), lhs.dtype),
+                pltpu.SemaphoreType.DMA((_NUM_SLOTS,)),
+            ],
         ),
-        out_shape=jax.ShapeDtypeStruct((num_rows, size_n), lhs.dtype),
+        out_shape=out_shape,
+        input_output_aliases={len(visits) + 2: 0} if kept else {},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=min(V6E.vmem_bytes, vmem + V6E.vmem_bytes // 4),
+            dimension_semantics=("arbitrary", "arbitrary"),
+            vmem_limit_bytes=min(
+                V6E.vmem_bytes,
+                gmm_vmem_bytes(tiles, itemsize, keeps=bool(kept)) + V6E.vmem_bytes // 4,
+            ),
         ),
         cost_estimate=pl.CostEstimate(
-            flops=2 * num_rows * size_k * size_n,
+            flops=2 * num_rows * size_k * size_n * num_groups // group_sizes.shape[0],
             transcendentals=0,
             bytes_accessed=itemsize * (num_rows * (size_k + size_n) + rhs.size),
         ),
         interpret=interpret,
         name="gmm",
-    )(*meta, lhs, rhs)
+    )(*visits, lhs, rhs, *kept)
     return (out,)
 
 
-def _kernel(
-    group,
-    tile,
-    bounds,
-    num_steps,
-    lhs,
-    rhs,
-    out,
-    acc,
-    *,
-    num_groups,
-    size_k,
-    transpose_rhs,
-    precision,
-):
-    step, k = pl.program_id(1), pl.program_id(2)
-    tile_m, tile_k = lhs.shape
-    g = group[step]
-    live = step < num_steps[0]
-    first_row = tile[step] * tile_m
+def _kernel(*refs, transpose_rhs, precision):
+    num_scalars = len(Visits._fields)
+    visits = Visits(*refs[:num_scalars])
+    lhs, rhs, *kept, out, matrices, arrivals = refs[num_scalars:]
+    visit = pl.program_id(1)
+    first, end, rank = visits.first[visit], visits.end[visit], visits.rank[visit]
+    tile_m = out.shape[0]
 
-    @pl.when(live & (k == 0))
-    def _zero_acc():
-        acc[...] = jnp.zeros_like(acc)
+    @pl.when(rank < 0)
+    def _rest():
+        values = jnp.zeros_like(out)
+        if kept:
+            values = jnp.where(rank == KEEP, kept[0][...], values)
+        _store(out, slice(None), slice(None), first, end, values)
 
-    @pl.when(live & (g < num_groups))
-    def _accumulate():
-        x, w = lhs[...], rhs[0]
-        if size_k % tile_k:
-            in_k = k * tile_k + jax.lax.broadcasted_iota(jnp.int32, x.shape, 1) < size_k
-            x = jnp.where(in_k, x, jnp.zeros_like(x))
-            k_dim = 1 if transpose_rhs else 0
-            in_k = k * tile_k + jax.lax.broadcasted_iota(jnp.int32, w.shape, k_dim) < size_k
-            w = jnp.where(in_k, w, jnp.zeros_like(w))
-        acc[...] += jax.lax.dot_general(
-            x,
-            w,
-            (((1,), (1 if transpose_rhs else 0,)), ((), ())),
-            precision=precision,
-            preferred_element_type=jnp.float32,
-        )
+    matrix = _arrived(visits, rhs, matrices, arrivals, transpose_rhs)
+    # Own rows begin anywhere; memory is addressed by groups of rows.
+    start = jax.lax.bitwise_and(first, -V6E.row_group)
+    length = jnp.where(rank >= 0, end - start, 0)
 
-    @pl.when(live & (k == pl.num_programs(2) - 1))
-    def _store():
-        rows = first_row + jax.lax.broadcasted_iota(jnp.int32, out.shape, 0)
-        own = (rows >= bounds[g]) & (rows < bounds[g + 1])
-        out[...] = jnp.where(own, acc[...].astype(out.dtype), out[...])
+    def multiply(num_rows):
+        begin = pl.multiple_of(jnp.minimum(start, tile_m - num_rows), V6E.row_group)
+        rows = pl.ds(begin, num_rows)
+        parts = _products(lhs[rows, :], matrix, transpose_rhs, precision, out.dtype)
+        for columns, product in parts:
+            _store(out, rows, columns, first - begin, end - begin, product)
+
+    _smallest(row_buckets(tile_m), length, multiply)
+
+
+def _smallest(sizes, length, act):
+    """`act` on the smallest of ascending `sizes` that holds 0 < length <= sizes[-1], by halves:
+    every branch that is not taken costs its jump."""
+    below = 0
+    for half in (sizes[: len(sizes) // 2], sizes[len(sizes) // 2 :]):
+        if half:
+
+            @pl.when((length > below) & (length <= half[-1]))
+            def _half(half=half):
+                if len(half) == 1:
+                    act(half[0])
+                else:
+                    _smallest(half, length, act)
+
+            below = half[-1]
+
+
+def _arrived(visits, rhs, matrices, arrivals, transpose_rhs):
+    """The visit's matrix in VMEM. Its first visit waits for it and sends for the next one.
+
+    Matrices are used in the order (n, rank) and lie in the slots by turns. A slot is free for the
+    next one when its last user's last visit is over, which is before the first visit of this one.
+    """
+    n, visit = pl.program_id(0), pl.program_id(1)
+    rank, num_used = visits.rank[visit], visits.num_used[0]
+    tile_n = matrices.shape[1 if transpose_rhs else 2]
+
+    def slot_of(n, rank):
+        return jax.lax.rem(n * num_used + rank, _NUM_SLOTS)
+
+    def copy(n, rank):
+        slot = slot_of(n, rank)
+        columns = pl.ds(pl.multiple_of(n * tile_n, tile_n), tile_n)
+        group = visits.order[rank]
+        source = rhs.at[group, columns] if transpose_rhs else rhs.at[group, :, columns]
+        return pltpu.make_async_copy(source, matrices.at[slot], arrivals.at[slot])
+
+    before = visits.rank[jnp.maximum(visit - 1, 0)]
+
+    @pl.when((rank >= 0) & ((visit == 0) | (before != rank)))
+    def _first_visit():
+        @pl.when((n == 0) & (rank == 0))
+        def _start_first():
+            copy(n, rank).start()
+
+        is_last = rank + 1 == num_used
+
+        @pl.when(~(is_last & (n + 1 == pl.num_programs(0))))
+        def _start_next():
+            copy(jnp.where(is_last, n + 1, n), jnp.where(is_last, 0, rank + 1)).start()
+
+        copy(n, rank).wait()
+
+    return matrices.at[slot_of(n, jnp.maximum(rank, 0))]
+
+
+def _products(x, matrix, transpose_rhs, precision, dtype):
+    """(columns, x [rows, K] times those columns of the matrix, rounded to dtype), part by part.
+
+    A matrix unit holds a square of one operand and streams rows of the other. Held squares that are
+    partly empty waste it: 1408 columns are 5.5 squares. With `transpose_rhs` the other way round is
+    possible when x fills squares: the matrix's own rows stream, and the result comes transposed.
+    """
+    width = V6E.mxu_width
+    num_rows, num_columns = x.shape[0], matrix.shape[0 if transpose_rhs else 1]
+    dot = functools.partial(
+        jax.lax.dot_general, precision=precision, preferred_element_type=jnp.float32
+    )
+    if transpose_rhs and num_rows % width == 0 and num_columns % width:
+        yield slice(None), dot(matrix[...], x, (((1,), (1,)), ((), ()))).astype(dtype).T
+        return
+    for column in range(0, num_columns, width):
+        columns = slice(column, min(column + width, num_columns))
+        w = matrix[columns, :] if transpose_rhs else matrix[:, columns]
+        contract = (((1,), (1 if transpose_rhs else 0,)), ((), ()))
+        yield columns, dot(x, w, contract).astype(dtype)
+
+
+def _store(out, rows, columns, first, end, values):
+    """Writes values to `rows` and `columns` of a block where row `first` <= i < `end` of them."""
+    row = jax.lax.broadcasted_iota(jnp.int32, values.shape, 0)
+    own = (row >= first) & (row < end)
+    out[rows, columns] = jnp.where(own, values, out[rows, columns])
 
 
 def gmm_sharded(
     lhs: jax.Array,
     rhs: jax.Array,
     group_sizes: jax.Array,
+    partial_sum: jax.Array | None = None,
     *,
     transpose_rhs: bool,
+    group_offset: int = 0,
     weight_axis: str,
     weight_dim: int | None,
     interpret: bool,
@@ -161,9 +263,18 @@ def gmm_sharded(
     """Inside shard_map: this device's rows against all groups, the weight gathered in the rows'
     dtype.
 
-    lhs [R/n, K]; rhs this device's shard; group_sizes [1, G] of this device's rows.
+    lhs [R/n, K]; rhs this device's shard; group_sizes [1, G_all] of this device's rows; partial_sum
+    [R/n, N] or None.
     """
     rhs = rhs.astype(lhs.dtype)
     if weight_dim is not None:
         rhs = jax.lax.all_gather(rhs, weight_axis, axis=weight_dim, tiled=True)
-    return gmm(lhs, rhs, group_sizes[0], transpose_rhs=transpose_rhs, interpret=interpret)
+    return gmm(
+        lhs,
+        rhs,
+        group_sizes[0],
+        partial_sum,
+        transpose_rhs=transpose_rhs,
+        group_offset=group_offset,
+        interpret=interpret,
+    )

@@ -41,17 +41,28 @@ def group_rows(group_sizes: Tensor, num_rows: int) -> tuple[list[list[slice]], l
     return groups, tails
 
 
-def gmm(lhs: Tensor, rhs: Tensor, group_sizes: Tensor, *, transpose_rhs: bool) -> Tensor:
+def gmm(
+    lhs: Tensor,
+    rhs: Tensor,
+    group_sizes: Tensor,
+    *,
+    transpose_rhs: bool,
+    group_offset: int = 0,
+    partial_sum: Tensor | None = None,
+) -> Tensor:
     """[R, K] x [G, K, N] -> [R, N]; see `pallas_ops.gmm.op.gmm`.
 
-    Every row is written exactly once, by its group's product or by the zeros of the tail, so the
-    output starts uninitialised and a NaN in a tail row of `lhs` is never read.
+    Only rows of the call's groups are read, so a NaN in another row of `lhs` reaches nothing.
     """
     num_cols = rhs.shape[1 if transpose_rhs else 2]
-    out = lhs.new_empty(lhs.shape[0], num_cols)
-    groups, tails = group_rows(group_sizes, lhs.shape[0])
+    if partial_sum is None:
+        out = lhs.new_zeros(lhs.shape[0], num_cols)
+    else:
+        out = partial_sum.clone(memory_format=torch.contiguous_format)
+    groups, _ = group_rows(group_sizes, lhs.shape[0])
     for shard in groups:
-        for weight, rows in zip(rhs, shard, strict=True):
+        own = shard[group_offset : group_offset + rhs.shape[0]]
+        for weight, rows in zip(rhs, own, strict=True):
             if rows.start == rows.stop:
                 continue
             weight = weight.to(lhs.dtype)
@@ -59,6 +70,16 @@ def gmm(lhs: Tensor, rhs: Tensor, group_sizes: Tensor, *, transpose_rhs: bool) -
                 out[rows] = torch.mm(weight, lhs[rows].t()).t()
             else:
                 torch.mm(lhs[rows], weight.t() if transpose_rhs else weight, out=out[rows])
-    for rows in tails:
-        out[rows].zero_()
     return out
+
+
+def other_rows(group_sizes: Tensor, num_rows: int, group_offset: int, num_groups: int) -> Tensor:
+    """bool [R]: whether a row is of none of the groups [group_offset, group_offset + num_groups).
+
+    `group_sizes` int32 [G] or [n, G] as in `group_rows`, on any device.
+    """
+    sizes = group_sizes.reshape(-1, group_sizes.shape[-1])
+    start = sizes[:, :group_offset].sum(1, keepdim=True, dtype=torch.int32)
+    end = sizes[:, : group_offset + num_groups].sum(1, keepdim=True, dtype=torch.int32)
+    row = torch.arange(num_rows // len(sizes), dtype=torch.int32, device=sizes.device)
+    return ((row < start) | (row >= end)).reshape(-1)

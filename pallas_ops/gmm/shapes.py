@@ -31,6 +31,12 @@ class GmmShape:
             )
 
     @property
+    def rhs_shape(self) -> tuple[int, int, int]:
+        """Of the matrices as they lie in memory."""
+        sizes = (self.size_k, self.size_n)
+        return (self.num_groups, *(sizes[::-1] if self.transpose_rhs else sizes))
+
+    @property
     def flops(self) -> int:
         """Multiplications and additions when every row has a group."""
         return 2 * self.num_rows * self.size_k * self.size_n

@@ -12,16 +12,18 @@ def tgmm(
     rhs: Tensor,
     group_sizes: Tensor,
     *,
+    groups: slice,
     out_dtype: torch.dtype,
     reduce_dtype: torch.dtype,
 ) -> Tensor:
-    """[R, K], [R, N] -> [G, K, N]; see `pallas_ops.tgmm.op.tgmm`."""
-    groups, _ = group_rows(group_sizes, lhs.shape[0])
-    if len(groups) == 1:
-        return _one_shard(lhs, rhs, groups[0], out_dtype)
+    """[R, K], [R, N] -> [groups, K, N]; see `pallas_ops.tgmm.op.tgmm`."""
+    shards, _ = group_rows(group_sizes, lhs.shape[0])
+    shards = [shard[groups] for shard in shards]
+    if len(shards) == 1:
+        return _one_shard(lhs, rhs, shards[0], out_dtype)
     if lhs.dtype == torch.float64:  # which no mesh has: gradcheck of shards must not lose digits
         reduce_dtype = torch.float64
-    total = sum(_one_shard(lhs, rhs, shard, reduce_dtype) for shard in groups)
+    total = sum(_one_shard(lhs, rhs, shard, reduce_dtype) for shard in shards)
     return total.to(out_dtype)
 
 

@@ -26,6 +26,7 @@ LARGE = 1 << 20
 """Elements from which a relayout is reported; what is below is metadata of groups."""
 
 TOO_LARGE = "tiles beyond VMEM"
+CHAIN = "wi forward, two halves"
 BRANCH = "branch, forward and backward"
 
 
@@ -38,8 +39,9 @@ class Program(NamedTuple):
 
 
 def programs() -> dict[str, Program]:
-    """Every production product, tgmm with both dtypes of its result, the branch they form, the
-    moves of rows around it, and a product with one tile that no VMEM holds."""
+    """Every production product, tgmm with both dtypes of its result, the chain of two halves of
+    one, the branch they form, the moves of rows around it, and a product with one tile that no VMEM
+    holds."""
     from pallas_ops.gmm import kernel as gmm
     from pallas_ops.gmm.shapes import GEMMA4_26B as GMM_SHAPES
     from pallas_ops.tgmm import kernel as tgmm
@@ -66,6 +68,8 @@ def programs() -> dict[str, Program]:
             found[f"{shape.name}, {dtype}"] = Program(tgmm.tgmm, signature, {"out_dtype": dtype})
     x, gate_up, sizes = found["wi forward"].signature
     down = found["wo forward"].signature[1]
+    halves = (((64, 1408, 2816), "bfloat16"),) * 2
+    found[CHAIN] = Program(two_halves, (x, *halves, sizes), {})
     found[BRANCH] = Program(branch, (x, gate_up, down, sizes, x), {})
     found |= dispatch()
     k, n = 32_768, 2816
@@ -102,6 +106,15 @@ def dispatch() -> dict[str, Program]:
             combine.combine_backward_windows, (tokens, rows, weights, *tables), {}
         ),
     }
+
+
+def two_halves(x, low, high, group_sizes, *, interpret):
+    """The products of one weight's halves, the second into the memory of the first."""
+    from pallas_ops.gmm.kernel import gmm
+
+    options = {"transpose_rhs": True, "interpret": interpret}
+    (out,) = gmm(x, low, group_sizes, rest=("zero", "leave"), **options)
+    return gmm(x, high, group_sizes, out, group_offset=64, rest=("keep", "zero"), **options)
 
 
 def branch(x, gate_up, down, group_sizes, dout, *, interpret):

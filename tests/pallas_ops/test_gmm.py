@@ -139,6 +139,60 @@ def test_gradients_of_any_order():
         assert torch.autograd.gradgradcheck(product, inputs)
 
 
+def part_of(lhs, rhs, kept, sizes, offset, transpose_rhs):
+    """The dense product with some groups' matrices, other rows from `kept` or zero."""
+    matrices = torch.zeros(len(sizes), *rhs.shape[1:], dtype=rhs.dtype)
+    matrices = torch.cat([matrices[:offset], rhs, matrices[offset + len(rhs) :]])
+    row, bounds = torch.arange(len(lhs))[:, None], [0, *itertools.accumulate(sizes)]
+    own = (row >= bounds[offset]) & (row < bounds[offset + len(rhs)])
+    out = dense(torch.where(own, lhs, 0), matrices, sizes, transpose_rhs)
+    return torch.where(own, out, 0 if kept is None else kept)
+
+
+@given(groups(), st.booleans(), st.booleans(), st.data())
+def test_groups_of_a_range_keep_the_others(case, transpose_rhs, keeps, data):
+    num_rows, sizes = case
+    offset = data.draw(st.integers(0, len(sizes) - 1))
+    end = data.draw(st.integers(offset + 1, len(sizes)))
+    lhs, rhs, dout = operands(num_rows, sizes, 5, 3, transpose_rhs)
+    rhs, kept = rhs[offset:end].clone(), torch.randn_like(dout) if keeps else None
+    leaves = [t.requires_grad_() for t in (lhs, rhs, kept) if t is not None]
+    out = gmm(
+        *(lhs, rhs, int32(sizes)),
+        transpose_rhs=transpose_rhs,
+        group_offset=offset,
+        partial_sum=kept,
+    )
+    expected = part_of(lhs, rhs, kept, sizes, offset, transpose_rhs)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    got, want = (torch.autograd.grad(y, leaves, dout) for y in (out, expected))
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_a_range_never_reads_what_is_outside_it():
+    sizes, own = [3, 2, 0, 3], slice(3, 5)
+    lhs, rhs, _ = operands(9, sizes, 4, 3, False)
+    kept = torch.randn(9, 3, dtype=FP64)
+    clean = gmm(lhs, rhs[1:3], int32(sizes), group_offset=1, partial_sum=kept)
+    lhs[: own.start], lhs[own.stop :], kept[own] = NAN, NAN, NAN
+    result = gmm(lhs, rhs[1:3], int32(sizes), group_offset=1, partial_sum=kept)
+    torch.testing.assert_close(result, clean, rtol=0, atol=0)
+    assert not gmm(lhs, rhs[1:3], int32(sizes), group_offset=1)[5:].count_nonzero()
+
+
+def test_gradients_of_a_range_of_any_order_and_over_shards():
+    sharding = OpSharding(mesh=(("fsdp", 2),), row_axes=("fsdp",), weight_dim=None)
+    sizes = int32([[2, 0, 1], [0, 3, 1]])
+    lhs, rhs, kept = operands(8, [0] * 2, 3, 2, False)
+
+    def product(lhs, rhs, kept):
+        return gmm(lhs, rhs, sizes, group_offset=1, partial_sum=kept, sharding=sharding)
+
+    inputs = [t.requires_grad_() for t in (lhs, rhs, kept)]
+    assert torch.autograd.gradcheck(product, inputs)
+    assert torch.autograd.gradgradcheck(product, inputs)
+
+
 def test_only_wanted_gradients_are_computed(monkeypatch):
     lhs, rhs, dout = operands(4, [4], 3, 2, False)
     out = gmm(lhs, rhs.requires_grad_(), int32([4]))
@@ -225,6 +279,22 @@ BAD = {
     "device": ((LHS, RHS.to("meta"), SIZES), {}, "rhs is on meta but lhs is on cpu; move"),
     "no group": ((LHS, RHS[:0], int32([])), {}, r"group_sizes has shape \[0\]; give at least one"),
     "reduce dtype": ((LHS, RHS, SIZES), {"reduce_dtype": torch.int8}, "reduce_dtype is torch.int8"),
+    "range": ((LHS, RHS, SIZES), {"group_offset": 1}, "group_offset=1 and the 2 groups of rhs are"),
+    "before": (
+        (LHS, RHS, SIZES),
+        {"group_offset": -1},
+        "group_offset=-1 and .* sizes of all groups",
+    ),
+    "kept shape": (
+        (LHS, RHS, SIZES),
+        {"partial_sum": torch.zeros(4, 3)},
+        r"partial_sum is torch.float32 of shape \[4, 3\]; expected torch.float32 of shape \[4, 5\]",
+    ),
+    "kept dtype": (
+        (LHS, RHS, SIZES),
+        {"partial_sum": torch.zeros(4, 5).double()},
+        r"partial_sum is torch.float64 of .*; expected torch.float32",
+    ),
     "too many rows": ((LHS, RHS, int32([2, 3])), {}, "sum to 5 but there are 4 rows"),
     "negative": ((LHS, RHS, int32([-1, 3])), {}, "group_sizes holds -1; sizes must not"),
 }

@@ -14,7 +14,6 @@ import pytest
 from jax._src.pallas.mosaic import interpret as interpreter
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_ops.gmm import kernel as gmm
 from pallas_ops.tgmm import kernel as tgmm
 from pallas_ops.tiling import Tiles
 
@@ -62,19 +61,6 @@ def run(kernel, *arrays, sizes, call=interpreted, **static):
 
 def runs(sizes):
     return [slice(sum(sizes[:g]), sum(sizes[: g + 1])) for g in range(len(sizes))]
-
-
-@pytest.mark.parametrize(("split", "dtype", "transpose_rhs"), SPLITS)
-def test_gmm(split, dtype, transpose_rhs):
-    sizes = SIZES[split]
-    weight = (SIZE_N, SIZE_K) if transpose_rhs else (SIZE_K, SIZE_N)
-    lhs, rhs = operands(sizes, (NUM_ROWS, SIZE_K), (len(sizes), *weight), dtype=dtype)
-    out = run(gmm.gmm, lhs, rhs, sizes=sizes, transpose_rhs=transpose_rhs)
-    expected = np.zeros((NUM_ROWS, SIZE_N))
-    for rows, matrix in zip(runs(sizes), rhs.astype(np.float64), strict=True):
-        expected[rows] = lhs[rows].astype(np.float64) @ (matrix.T if transpose_rhs else matrix)
-    np.testing.assert_allclose(out, expected, rtol=0, atol=TOLERANCE[dtype])
-    assert not out[sum(sizes) :].any()
 
 
 @pytest.mark.parametrize(

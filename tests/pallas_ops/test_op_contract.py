@@ -26,13 +26,24 @@ def sample(dtype, sharding, requires_grad=True):
     text = "" if sharding is None else sharding.to_json()
     sizes, *slots, _ = routing_plan(ids, 3, sharding=sharding)
     windows = OPS.routing_windows(ids, 3, 8, text)
+    four, *_ = routing_plan(ids, 4, sharding=sharding)
     wide, reduce = torch.promote_types(dtype, torch.float32), torch.float32
     tables = tuple(torch.randn(4, 1, 3, dtype=wide) for _ in ("cos", "sin"))
     return {
         "gmm": (floats(8, 5), floats(3, 5, 4), sizes, False, reduce, text),
         "gmm transposed": (floats(8, 5), floats(3, 4, 5, dtype=wide), sizes, True, reduce, text),
+        "gmm of a range": (
+            *(floats(8, 5), floats(2, 5, 4), sizes, False, reduce, text),
+            *(1, floats(8, 4)),
+        ),
+        "split_gmm": (floats(8, 6), floats(2, 4, 3, 5), four, False, reduce, text),
+        "split_gmm transposed": (
+            *(floats(8, 5), floats(2, 4, 3, 5, dtype=wide), four, True, reduce, text),
+        ),
+        "split_tgmm": (floats(8, 6), floats(8, 5), four, dtype, reduce, text),
         "tgmm": (floats(8, 5), floats(8, 4), sizes, dtype, reduce, text),
         "tgmm wide": (floats(8, 5), floats(8, 4), sizes, wide, reduce, text),
+        "tgmm of two groups": (floats(8, 5), floats(8, 4), sizes, dtype, reduce, text, 1, 2),
         "routing_plan": (ids, 3, text),
         "routing_windows": (ids, 3, 8, text),
         **{

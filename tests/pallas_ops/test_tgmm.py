@@ -72,6 +72,26 @@ def test_sharded_rows_sum_over_shards():
     torch.testing.assert_close(out, sum(tgmm(x, y, own) for x, y, own in parts))
 
 
+@pytest.mark.parametrize(("group_offset", "num_groups"), [(0, 2), (2, None), (1, 1), (0, 4)])
+@pytest.mark.parametrize("sharding", [None, "two shards"])
+def test_range_of_groups_is_a_slice(group_offset, num_groups, sharding):
+    sizes = int32([2, 3, 0, 1])
+    if sharding:
+        sharding, sizes = TWO, int32([[1, 1, 0, 1], [0, 1, 2, 1]])
+    lhs = torch.randn(8, 3, dtype=torch.float64, requires_grad=True)
+    rhs = torch.randn(8, 2, dtype=torch.float64, requires_grad=True)
+
+    def part(lhs, rhs):
+        return tgmm(
+            lhs, rhs, sizes, group_offset=group_offset, num_groups=num_groups, sharding=sharding
+        )
+
+    end = 4 if num_groups is None else group_offset + num_groups
+    whole = tgmm(lhs, rhs, sizes, sharding=sharding)[group_offset:end]
+    torch.testing.assert_close(part(lhs, rhs), whole, rtol=0, atol=0)
+    assert torch.autograd.gradcheck(part, (lhs, rhs))
+
+
 def test_large_results_recycle_memory_of_dead_ones_only():
     shape, dtype = (2, 4096, 4096), torch.bfloat16
     first = recycling.empty(shape, dtype)
@@ -104,6 +124,17 @@ BAD = {
     "device": ((LHS, RHS, SIZES.to("meta")), {}, "group_sizes is on meta but lhs is on cpu"),
     "no group": ((LHS, RHS, int32([])), {}, r"group_sizes has shape \[0\]; give at least one"),
     "out dtype": ((LHS, RHS, SIZES), {"out_dtype": torch.int32}, "out_dtype is torch.int32; give"),
+    "no group asked for": (
+        (LHS, RHS, SIZES),
+        {"num_groups": 0},
+        "group_offset=0 and num_groups=0 ask for groups that are not among the 2",
+    ),
+    "group after the last": (
+        (LHS, RHS, SIZES),
+        {"group_offset": 1, "num_groups": 2},
+        "group_offset=1 and num_groups=2 ask for groups that are not among the 2",
+    ),
+    "group before the first": ((LHS, RHS, SIZES), {"group_offset": -1}, "group_offset=-1 and num"),
     "too many rows": ((LHS, RHS, int32([4, 1])), {}, "sum to 5 but there are 4 rows"),
 }
 

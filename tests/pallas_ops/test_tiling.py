@@ -33,12 +33,14 @@ def check(tiles, num_rows, k, n):
     assert tiles.tile_n == n or (tiles.tile_n < n and tiles.tile_n % V6E.num_lanes == 0)
 
 
+@pytest.mark.parametrize("keeps", [False, True])
 @pytest.mark.parametrize("itemsize", [2, 4])
-def test_gmm_tiles_fit(itemsize):
+def test_gmm_tiles_fit(itemsize, keeps):
     for num_rows, k, n, num_groups in GRID:
-        tiles = choose_gmm_tiles(num_rows, k, n, num_groups, itemsize)
+        tiles = choose_gmm_tiles(num_rows, k, n, num_groups, itemsize, keeps=keeps)
         check(tiles, num_rows, k, n)
-        assert gmm_vmem_bytes(tiles, itemsize) <= 96 * MIB
+        assert tiles.tile_k == k
+        assert gmm_vmem_bytes(tiles, itemsize, keeps=keeps) <= 96 * MIB
 
 
 @pytest.mark.parametrize(("itemsize", "out_itemsize"), [(2, 2), (2, 4), (4, 4)])
@@ -69,6 +71,8 @@ def test_vmem_model_counts_every_block():
     tiles = Tiles(16, 128, 256)
     blocks = 16 * 128 + 128 * 256 + 16 * 256
     assert gmm_vmem_bytes(tiles, 2) == 2 * 2 * blocks + 4 * 16 * 256
+    kept = gmm_vmem_bytes(tiles, 2, keeps=True)
+    assert kept == gmm_vmem_bytes(tiles, 2) + 2 * 2 * 16 * 256
     assert tgmm_vmem_bytes(tiles, 2, 4) == (
         2 * 2 * (16 * 128 + 16 * 256) + 2 * 4 * 128 * 256 + 4 * 128 * 256
     )
@@ -83,9 +87,9 @@ def test_row_tile_is_near_the_mean_group(num_rows, num_groups, tile_m):
 
 
 def test_a_small_chip_gets_small_tiles_or_an_error():
-    small = replace(V6E, name="small", vmem_bytes=MIB)
+    small = replace(V6E, name="small", vmem_bytes=4 * MIB)
     tiles = choose_gmm_tiles(4096, 2816, 1408, 8, 2, small)
-    assert gmm_vmem_bytes(tiles, 2) <= 0.75 * MIB
+    assert tiles.tile_k == 2816 and gmm_vmem_bytes(tiles, 2) <= 3 * MIB
     none = replace(V6E, name="tiny", vmem_bytes=16 * 1024)
     for choose, sizes in ((choose_gmm_tiles, (2,)), (choose_tgmm_tiles, (2, 4))):
         with pytest.raises(ValueError, match=r"fit 12288 bytes of tiny VMEM; name a chip with mo"):

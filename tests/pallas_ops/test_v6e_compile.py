@@ -17,11 +17,12 @@ PRODUCTS = [shape.name for shape in GMM_SHAPES]
 PRODUCTS += [f"{s.name}, {dtype}" for s in TGMM_SHAPES for dtype in ("float32", "bfloat16")]
 BRANCH = "branch, forward and backward"
 DISPATCH = ["permute", "permute backward", "combine", "combine backward"]
+CHAIN = "wi forward, two halves"
 
 # [R, 704] in bf16 as kernels read and write it: rows in memory order, 704 padded to lanes.
 HIDDEN_BYTES = R26B * 768 * 2
-METADATA_BYTES = 128 << 10
-"""Which row tile of which group each step computes, a program; measured: 65 to 98 KB."""
+METADATA_BYTES = 384 << 10
+"""Which row tile of which group each step computes, a program; the compiler says 65 to 260 KB."""
 TABLE_BYTES = 32_768 * 8 * 4
 """One int32 [T, K]."""
 
@@ -35,9 +36,9 @@ def compiled():
     return {result.pop("name"): result for result in map(json.loads, done.stdout.splitlines())}
 
 
-def test_all_within_two_minutes(compiled):
-    assert set(compiled) == {*PRODUCTS, BRANCH, *DISPATCH, "tiles beyond VMEM"}
-    assert sum(result["seconds"] for result in compiled.values()) < 120
+def test_each_kernel_within_a_minute(compiled):
+    assert set(compiled) == {*PRODUCTS, CHAIN, BRANCH, *DISPATCH, "tiles beyond VMEM"}
+    assert all(compiled[name]["seconds"] < 60 for name in (*PRODUCTS, *DISPATCH))
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
@@ -50,6 +51,13 @@ def test_product_fits_vmem_and_moves_no_weight(compiled, name):
     at_the_edge = name.startswith("wo")
     assert result["relayouts"] == ["copy bf16[262144,704]"] * at_the_edge
     assert result["temp_bytes"] <= HIDDEN_BYTES * at_the_edge + METADATA_BYTES
+
+
+def test_the_second_half_writes_into_the_result_of_the_first(compiled):
+    result = compiled[CHAIN]
+    assert "error" not in result, result["error"]
+    assert result["relayouts"] == []  # a copy of the first result would be one
+    assert result["temp_bytes"] <= 4 * METADATA_BYTES
 
 
 def test_branch_moves_nothing(compiled):

@@ -128,6 +128,21 @@ def test_gmm_whatever_the_sizes(sizes, transpose_rhs):
     compare_gmm(NUM_ROWS, sizes, 20, 12, transpose_rhs)
 
 
+@pytest.mark.parametrize("sizes", [[70, 90, 0, 100], [0, 0, 300, 0]])
+def test_gmm_of_a_range_keeps_the_other_rows(sizes):
+    lhs, rhs, group_sizes, dout = gmm_operands(NUM_ROWS, sizes, 20, 12, True, torch.float32)
+    lhs, dout, kept = lhs.nan_to_num(), dout.nan_to_num(), torch.randn(NUM_ROWS, 12)
+
+    def product(lhs, rhs, kept, group_sizes):
+        range_of_groups = {"group_offset": 1, "partial_sum": kept}
+        return gmm(lhs, rhs, group_sizes, transpose_rhs=True, **range_of_groups)
+
+    out, *_ = compare(product, lhs, rhs[1:3], kept, group_sizes, douts=[dout])
+    other = torch.ones(NUM_ROWS, dtype=bool)
+    other[sizes[0] : sum(sizes[:3])] = False
+    assert torch.equal(out[other], kept[other])
+
+
 def test_gmm_casts_master_weights_and_does_not_round_their_gradient():
     lhs, rhs, sizes, dout = gmm_operands(200, [40, 0, 150], 48, 24, True, torch.bfloat16)
     rhs = torch.randn(rhs.shape)

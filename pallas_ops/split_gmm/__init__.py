@@ -1,0 +1,1 @@
+"""Grouped product with matrices stored in two halves, each gathered on its own."""
