@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from benchmarks import kernel_registry
+from benchmarks.routings import group_sizes
 from pallas_ops.gmm.kernel import gmm
-from pallas_ops.tgmm.kernel import tgmm
 from pallas_ops.tiling import Tiles
 from train.compile.static.grid_steps import trace_grid
 
@@ -66,32 +66,10 @@ def test_gmm_steps_and_bytes_equal_brute_force(sizes):
     assert list(entry_visits["accumulate"](steps)) == compute
 
 
-@pytest.mark.parametrize("sizes", SIZES)
-def test_tgmm_steps_and_bytes_equal_brute_force(sizes):
-    entry = kernel_registry.find("tgmm", "wo drhs, float32")
-    signature = (((ROWS, K), "bfloat16"), ((ROWS, N), "bfloat16"), ((4,), "int32"))
-    fn = functools.partial(tgmm, out_dtype="float32", interpret=False, tiles=Tiles(TILE, K, N))
-    steps = trace_grid(fn, signature, {2: np.array(sizes, np.int32)})
-    live = pairs(sizes, visit_empty=True)
-    assert steps.grid == (1, 1, ROWS // TILE + 1 + 3)
-    at = [live[min(step, len(live) - 1)] for step in range(steps.num_steps)]
-    tiles = changes([tile for _, tile in at])
-    assert steps.fetched.sum() == sum(tile_bytes(t, K, 2) + tile_bytes(t, N, 2) for t in tiles)
-    assert steps.written.sum() == 4 * K * 256 * 4  # every group once, empty ones too
-    groups = [g for g, _ in live]
-    dead = [False] * (steps.num_steps - len(live))
-    want = {
-        "zero": [i == 0 or g != groups[i - 1] for i, g in enumerate(groups)] + dead,
-        "accumulate": [sizes[g] > 0 for g in groups] + dead,
-        "store": [i + 1 == len(groups) or g != groups[i + 1] for i, g in enumerate(groups)] + dead,
-    }
-    assert {visit.name: visit.times(steps).tolist() for visit in entry.visits} == want
-
-
 def test_dynamic_grid_counts_live_steps():
     entry = kernel_registry.find("megablox", "[393216,2048]x[128,2048,768]")
     fn = functools.partial(entry.fn, **entry.static, interpret=False)
-    steps = trace_grid(fn, entry.signature, {2: kernel_registry.group_sizes("worst", 393_216, 128)})
+    steps = trace_grid(fn, entry.signature, {2: group_sizes("worst", 393_216, 128)})
     assert steps.grid == (1, 393_216 // 512 + 127, 1)
     assert steps.block_bytes == (512 * 2048 * 2, 2048 * 768 * 2, 512 * 768 * 2)
     assert steps.written.sum() == 393_216 * 768 * 2  # a tile of two groups is written once
