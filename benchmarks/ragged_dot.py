@@ -55,7 +55,8 @@ def estimate(product: str, flops: int) -> dict[str, Any]:
 
 
 def main(product: str) -> None:
-    """The child: compiles and prints compile_s, cycles, num_loops, num_custom_calls and temp_bytes, or error."""
+    """The child: compiles and prints compile_s, cycles, num_loops, num_custom_calls and
+    temp_bytes, or error."""
     prepare_tracing()
     import jax
     import jax.numpy as jnp
