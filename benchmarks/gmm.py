@@ -91,7 +91,7 @@ def measure(product: str, kind: str) -> list[dict[str, Any]]:
         kernel = kernel_registry.find(op, product, tiles)
         try:
             rows = kernel_profile.profile(kernel, ROUTINGS)
-        except RuntimeError as error:  # what the compiler said
+        except (RuntimeError, ValueError) as error:  # it does not compile, or not as known
             found.append(head | {"tiles": str(tiles), "error": str(error)[:300]})
             continue
         for row in rows:

@@ -97,6 +97,7 @@ def megablox_products(tiles: Tiles | None) -> list[Kernel]:
                     flops=shape.flops,
                     compiled_name="tgmm",
                     routed={2: (shape.num_rows, groups)},
+                    visits=None,
                     libtpu_flags=_FLAGS,
                 )
             )

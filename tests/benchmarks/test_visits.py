@@ -11,6 +11,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from benchmarks import kernel_registry
 from benchmarks.attention import ours, splash
+from benchmarks.routings import group_sizes
 from pallas_ops.attention.shapes import GEMMA4_26B
 from train.compile.static.grid_steps import only_call
 from train.compile.static.step_time import Visit
@@ -31,12 +32,11 @@ def runs(call):
     [
         ("gmm", "wi forward", "balanced"),
         ("gmm", "whole tiles", "worst"),
-        ("tgmm", "wo drhs, float32", "worst"),
     ],
 )
 def test_they_equal_the_ones_written_by_hand(op, shape, routing):
     entry = kernel_registry.find(op, shape)
-    known = {i: kernel_registry.group_sizes(routing, *sizes) for i, sizes in entry.routed.items()}
+    known = {i: group_sizes(routing, *sizes) for i, sizes in entry.routed.items()}
     fn = functools.partial(entry.fn, **entry.static, interpret=False)
     call = only_call(fn, entry.signature, known)
     steps = call.steps()
