@@ -26,9 +26,9 @@ from rich.table import Table
 from benchmarks.combine_model import MODELS, ROUTINGS, steps_of, traffic_of
 from benchmarks.combine_programs import SHAPE, compile_program, programs
 from benchmarks.kernel_profile import provenance
-from benchmarks.static_schedule import Schedule, read_schedule
-from benchmarks.step_time import CLOCK_HZ, modelled_time, step_sums
 from pallas_ops.chips import MIB, V6E
+from train.compile.static.schedule import Schedule, read_schedule
+from train.compile.static.step_time import CLOCK_HZ, modelled_time, step_sums
 
 RESULTS = Path(__file__).parent / "results" / "combine_v6e.json"
 HBM_BYTES_PER_S = 1.4e12

@@ -14,11 +14,11 @@ import numpy as np
 import torch
 
 from benchmarks.combine_programs import SHAPE
-from benchmarks.grid_steps import GridSteps
-from benchmarks.step_time import Visit
 from pallas_ops.permute.kernel_parts import PART, SLOTS, chunk_rows
 from pallas_ops.routing.blocks import BLOCK, GRANULE
 from pallas_ops.routing.reference_windows import routing_windows
+from train.compile.static.grid_steps import GridSteps
+from train.compile.static.step_time import Visit
 
 CHUNK = chunk_rows(BLOCK, SHAPE.top_k, SHAPE.num_experts, 2 * SHAPE.width, 2 * SLOTS)
 """Rows that permute and combine's backward build at a time."""

@@ -9,7 +9,6 @@ loaded. No TPU is needed.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -18,9 +17,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kernel_compile import ENVIRONMENT
+from pallas_ops.compile_only import compile_module, topology_devices
 from pallas_ops.routing.blocks import BLOCK
 from pallas_ops.routing.shapes import GEMMA4_26B
+from train.launch import prepare_tracing
 
 (SHAPE,) = GEMMA4_26B
 NUM_BLOCKS = SHAPE.num_tokens // BLOCK
@@ -89,11 +89,10 @@ def compile_program(name: str, folder: Path, *, dump: bool) -> dict[str, Any]:
     Returns seconds, temp_bytes, argument_bytes, output_bytes. Raises RuntimeError with what the
     compiler said.
     """
-    flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true" if dump else ""
+    flags = (f"--xla_jf_dump_to={folder}", "--xla_jf_dump_llo_text=true") if dump else ()
     done = subprocess.run(
-        [sys.executable, "-m", __name__, name, str(folder)],
+        [sys.executable, "-m", __name__, name, str(folder), *flags],
         cwd=Path(__file__).parents[1],
-        env={**os.environ, **ENVIRONMENT, "LIBTPU_INIT_ARGS": flags},
         capture_output=True,
         text=True,
     )
@@ -102,25 +101,19 @@ def compile_program(name: str, folder: Path, *, dump: bool) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def main(name: str, folder: str) -> None:
+def main(name: str, folder: str, *flags: str) -> None:
     """The child."""
+    prepare_tracing(libtpu_flags=flags)
     from jax._src.interpreters import mlir
-    from jax._src.lib import xla_client
-    from jax.experimental import topologies
 
     from pallas_ops import bridge
 
     program = programs()[name]
     lowered = bridge.lower(program.fn, program.signature, static=program.static, target="tpu")
-    topology = topologies.get_topology_desc(
-        platform="tpu", topology_name="v6e:1x1", chips_per_host_bounds=(1, 1, 1), num_slices=1
-    )
-    (device,) = topology.devices
-    options = xla_client.CompileOptions()
-    options.num_replicas = options.num_partitions = 1
     bytecode = mlir.module_to_bytecode(lowered.compiler_ir("stablehlo"))
+    devices = topology_devices("v6e:1x1", (1, 1, 1))
     start = time.process_time()
-    compiled = device.client.compile(bytecode, xla_client.DeviceList((device,)), options)
+    compiled = compile_module(bytecode, devices)
     seconds = time.process_time() - start
     memory = compiled.get_compiled_memory_stats()
     (Path(folder) / "module.hlo").write_text(compiled.hlo_modules()[0].to_string())

@@ -4,8 +4,11 @@ import errno
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 import uuid
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -166,6 +169,21 @@ def test_killed_at_any_change_of_an_object_store_a_whole_checkpoint_is_left(monk
 
 
 def test_kill_9_at_random_moments_leaves_a_whole_checkpoint(tmp_path):
+    """In a process of its own: it forks, which one with JAX's threads must not."""
+    code = (
+        "import pathlib, tests.train.test_checkpoint_failures as tests; "
+        f"tests.kill_at_random_moments(pathlib.Path({str(tmp_path)!r}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def kill_at_random_moments(tmp_path):
     """A child saves as fast as it can until it is killed; the next goes on from what it left."""
     draws = random.Random(0)
     begun = time.perf_counter()
