@@ -1,7 +1,7 @@
 # make train                        the default run, on a virtual mesh of CPU devices
 # make train ARGS="--steps 50"      with options (see python -m train --help)
 # make test [ARGS="-m 'not slow and not exhaustive'"]   what proves a change
-# make test-all                      the exhaustive tests too
+# make test-all                      the exhaustive tests too; both take WORKERS=4
 # make lint | format | clean
 #
 # All but clean first make .venv with the first suitable Python they find
@@ -12,17 +12,22 @@ SUITABLE := import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_inf
 PYTHON ?= $(firstword $(foreach python,python3.11 python3.12 python3.13 python3,\
 	$(shell $(python) -c '$(SUITABLE)' >/dev/null 2>&1 && echo $(python))))
 INSTALLED := .venv/.installed
+# Processes that share the tests: a gigabyte and a core each.
+WORKERS ?= 2
 
 .PHONY: train test test-all lint format clean
 
 train: $(INSTALLED)
 	.venv/bin/python -m train $(ARGS)
 
+# A file's tests stay together: they share what was compiled for them.
+PYTEST := .venv/bin/python -m pytest tests -n $(WORKERS) --dist loadfile
+
 test: $(INSTALLED)
-	.venv/bin/python -m pytest tests -m "not exhaustive" $(ARGS)
+	$(PYTEST) -m "not exhaustive" $(ARGS)
 
 test-all: $(INSTALLED)
-	.venv/bin/python -m pytest tests $(ARGS)
+	$(PYTEST) $(ARGS)
 
 lint: $(INSTALLED)
 	.venv/bin/ruff check .

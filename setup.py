@@ -34,6 +34,14 @@ setup(
         "sentencepiece": ["sentencepiece>=0.2"],
         "wandb": ["wandb>=0.20"],
         "gcs": ["gcsfs>=2025.3"],  # checkpoints in gs://
-        "dev": ["pytest>=9", "hypothesis>=6.100", "jaxtyping", "beartype", "ruff==0.17.6", LIBTPU],
+        "dev": [
+            "pytest>=9",
+            "pytest-xdist>=3.8",
+            "hypothesis>=6.100",
+            "jaxtyping",
+            "beartype",
+            "ruff==0.17.6",
+            LIBTPU,
+        ],
     },
 )
