@@ -1,7 +1,7 @@
-"""Tile choice for the grouped matmuls: a caller's tiles, or the largest that the VMEM model admits.
+"""Tiles of the grouped matmuls, and gmm's choice: the largest that its VMEM model admits.
 
-gmm   out[m, n] = lhs[m, k] rhs[g, k, n]    grid (n, step): one row tile of one group a step
-tgmm  out[g, k, n] += lhs[m, k] rhs[m, n]   grid (k, n, step)
+gmm   out[m, n] = lhs[m, k] rhs[g, k, n]    one row tile of one group a step
+tgmm  out[g, k, n] += lhs[m, k] rhs[m, n]   its choice: tgmm/tiling.py
 """
 
 from __future__ import annotations
@@ -55,12 +55,6 @@ def gmm_vmem_bytes(tiles: Tiles, itemsize: int, *, keeps: bool = False) -> int:
     return 2 * itemsize * (m * k + k * n + m * n * (2 if keeps else 1)) + 4 * m * n
 
 
-def tgmm_vmem_bytes(tiles: Tiles, itemsize: int, out_itemsize: int) -> int:
-    """VMEM of one tgmm call: double-buffered blocks and the fp32 accumulator."""
-    m, k, n = tiles.tile_m, tiles.tile_k, tiles.tile_n
-    return 2 * itemsize * m * (k + n) + 2 * out_itemsize * k * n + 4 * k * n
-
-
 def choose_gmm_tiles(
     num_rows: int,
     k: int,
@@ -89,20 +83,6 @@ def choose_gmm_tiles(
         tile_m = _halve(tile_m, chip.row_group)
 
 
-def choose_tgmm_tiles(
-    num_rows: int,
-    k: int,
-    n: int,
-    num_groups: int,
-    itemsize: int,
-    out_itemsize: int,
-    chip: Chip = V6E,
-) -> Tiles:
-    """As `choose_gmm_tiles`, for the weight gradient's blocks."""
-    tile_m = _row_tile(num_rows, num_groups)
-    return _shrink(Tiles(tile_m, k, n), lambda t: tgmm_vmem_bytes(t, itemsize, out_itemsize), chip)
-
-
 def _row_tile(num_rows: int, num_groups: int) -> int:
     mean = max(1, num_rows // max(1, num_groups))
     tile = _MAX_TILE_M
@@ -110,21 +90,6 @@ def _row_tile(num_rows: int, num_groups: int) -> int:
         tile //= 2
     rows = -(-num_rows // V6E.row_group) * V6E.row_group
     return max(V6E.row_group, min(tile, rows))
-
-
-def _shrink(tiles: Tiles, vmem_bytes, chip: Chip) -> Tiles:
-    limit = int(_VMEM_SHARE * chip.vmem_bytes)
-    while vmem_bytes(tiles) > limit:
-        m, k, n = tiles.tile_m, tiles.tile_k, tiles.tile_n
-        if n >= k and n > chip.num_lanes:
-            tiles = Tiles(m, k, _halve(n, chip.num_lanes))
-        elif k > chip.num_lanes:
-            tiles = Tiles(m, _halve(k, chip.num_lanes), n)
-        elif m > chip.row_group:
-            tiles = Tiles(_halve(m, chip.row_group), k, n)
-        else:
-            raise ValueError(_nothing_fits(limit, chip))
-    return tiles
 
 
 def _nothing_fits(limit: int, chip: Chip) -> str:

@@ -7,13 +7,10 @@ import pytest
 
 from pallas_ops.chips import MIB, V6E
 from pallas_ops.gmm import shapes as gmm_shapes
-from pallas_ops.tgmm import shapes as tgmm_shapes
 from pallas_ops.tiling import (
     Tiles,
     choose_gmm_tiles,
-    choose_tgmm_tiles,
     gmm_vmem_bytes,
-    tgmm_vmem_bytes,
 )
 
 GRID = list(
@@ -43,27 +40,11 @@ def test_gmm_tiles_fit(itemsize, keeps):
         assert gmm_vmem_bytes(tiles, itemsize, keeps=keeps) <= 96 * MIB
 
 
-@pytest.mark.parametrize(("itemsize", "out_itemsize"), [(2, 2), (2, 4), (4, 4)])
-def test_tgmm_tiles_fit(itemsize, out_itemsize):
-    for num_rows, k, n, num_groups in GRID:
-        tiles = choose_tgmm_tiles(num_rows, k, n, num_groups, itemsize, out_itemsize)
-        check(tiles, num_rows, k, n)
-        assert tgmm_vmem_bytes(tiles, itemsize, out_itemsize) <= 96 * MIB
-
-
 @pytest.mark.parametrize("shape", gmm_shapes.GEMMA4_26B, ids=lambda shape: shape.name)
 def test_production_gmm_takes_k_and_n_whole(shape):
     # Each weight and each row is then read once.
     k, n = shape.size_k, shape.size_n
     tiles = choose_gmm_tiles(shape.num_rows, k, n, shape.num_groups, 2)
-    assert tiles == Tiles(512, k, n)
-
-
-@pytest.mark.parametrize("out_itemsize", [2, 4])
-@pytest.mark.parametrize("shape", tgmm_shapes.GEMMA4_26B, ids=lambda shape: shape.name)
-def test_production_tgmm_takes_k_and_n_whole(shape, out_itemsize):
-    k, n = shape.size_k, shape.size_n
-    tiles = choose_tgmm_tiles(shape.num_rows, k, n, shape.num_groups, 2, out_itemsize)
     assert tiles == Tiles(512, k, n)
 
 
@@ -73,9 +54,6 @@ def test_vmem_model_counts_every_block():
     assert gmm_vmem_bytes(tiles, 2) == 2 * 2 * blocks + 4 * 16 * 256
     kept = gmm_vmem_bytes(tiles, 2, keeps=True)
     assert kept == gmm_vmem_bytes(tiles, 2) + 2 * 2 * 16 * 256
-    assert tgmm_vmem_bytes(tiles, 2, 4) == (
-        2 * 2 * (16 * 128 + 16 * 256) + 2 * 4 * 128 * 256 + 4 * 128 * 256
-    )
 
 
 @pytest.mark.parametrize(
@@ -91,9 +69,8 @@ def test_a_small_chip_gets_small_tiles_or_an_error():
     tiles = choose_gmm_tiles(4096, 2816, 1408, 8, 2, small)
     assert tiles.tile_k == 2816 and gmm_vmem_bytes(tiles, 2) <= 3 * MIB
     none = replace(V6E, name="tiny", vmem_bytes=16 * 1024)
-    for choose, sizes in ((choose_gmm_tiles, (2,)), (choose_tgmm_tiles, (2, 4))):
-        with pytest.raises(ValueError, match=r"fit 12288 bytes of tiny VMEM; name a chip with mo"):
-            choose(4096, 2816, 1408, 8, *sizes, none)
+    with pytest.raises(ValueError, match=r"fit 12288 bytes of tiny VMEM; name a chip with more"):
+        choose_gmm_tiles(4096, 2816, 1408, 8, 2, none)
 
 
 @pytest.mark.parametrize("field", ["tile_m", "tile_k", "tile_n"])

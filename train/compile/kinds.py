@@ -19,11 +19,12 @@ OTHER = "other"
 
 BY_FILE = {
     "pallas_ops.attention": ATTENTION,
+    "pallas_ops.norm_rope": ATTENTION,
     "torch_gemma4.attention": ATTENTION,
     "torch_gemma4.rope": ATTENTION,
     "pallas_ops.gmm": EXPERTS,
     "pallas_ops.tgmm": EXPERTS,
-    "pallas_ops.group_tiles": EXPERTS,
+    "pallas_ops.split_gmm": EXPERTS,
     "pallas_ops.activation": EXPERTS,
     "torch_gemma4.moe": EXPERTS,
     "torch_gemma4.linear": DENSE,
@@ -33,6 +34,7 @@ BY_FILE = {
     "pallas_ops.routing": "routing",
     "torch_gemma4.router": "routing",
     "torch_gemma4.norm": "norms",
+    "torch_gemma4.scales": "norms",
     "torch_gemma4.loss": "loss",
     "torch_gemma4.embedding": "embedding",
     "train.optim": "optimizer",
