@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torch_gemma4.execution import wide
+from torch_gemma4.execution import Constrain, keep_layout, wide
 from torch_gemma4.linear import unset
 
 
@@ -13,8 +13,9 @@ class _LookUp(torch.autograd.Function):
     float32: a frequent token's row adds up thousands of terms."""
 
     @staticmethod
-    def forward(ctx, weight, table, ids, factor):
+    def forward(ctx, weight, table, ids, factor, constrain):
         ctx.save_for_backward(ids)
+        ctx.constrain = constrain
         ctx.factor, ctx.num_rows, ctx.weight_dtype = factor, weight.shape[0], weight.dtype
         return (F.embedding(ids, table).to(wide(table.dtype)) * factor).to(table.dtype)
 
@@ -24,7 +25,9 @@ class _LookUp(torch.autograd.Function):
         grad = grad.to(wide(grad.dtype)) * ctx.factor
         # -1: every row learns. (Hugging Face drops the look-up gradient of row pad_token_id.)
         grad = torch.ops.aten.embedding_dense_backward(grad, ids, ctx.num_rows, -1, False)
-        return grad.to(ctx.weight_dtype), None, None, None
+        # Reduced by itself: else XLA scatters into the head's gradient, which it gathers for that.
+        grad = ctx.constrain(grad, "table_gradient")
+        return grad.to(ctx.weight_dtype), None, None, None, None
 
 
 class Embedding(nn.Module):
@@ -34,10 +37,13 @@ class Embedding(nn.Module):
     would be in bfloat16, while one cast copy of the table serves the look-up and the head.
     """
 
-    def __init__(self, num_rows: int, dim: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, num_rows: int, dim: int, dtype: torch.dtype, constrain: Constrain = keep_layout
+    ) -> None:
         super().__init__()
+        self.constrain = constrain
         self.weight = unset(num_rows, dim, dtype=dtype)
         self.factor = dim**0.5
 
     def forward(self, ids: Tensor, table: Tensor) -> Tensor:
-        return _LookUp.apply(self.weight, table, ids, self.factor)
+        return _LookUp.apply(self.weight, table, ids, self.factor, self.constrain)

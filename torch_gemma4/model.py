@@ -51,7 +51,7 @@ class Gemma4ForCausalLM(nn.Module):
         self.config = config
         self.execution = execution = execution or Execution()
         dtype, dim = execution.precision.params, config.hidden_size
-        self.embedding = Embedding(config.vocab_size, dim, dtype)
+        self.embedding = Embedding(config.vocab_size, dim, dtype, execution.constrain)
         self.stack = DecoderStack(config, execution)
         self.final_norm = RMSNorm(dim, config.rms_norm_eps, dtype=dtype)
         tied = config.tie_word_embeddings

@@ -20,7 +20,14 @@ from torch import Tensor, nn
 from pallas_ops import OpSharding
 from pallas_ops.sharding import Target
 from train.data.batches import HostRows
-from train.sharding import ROW_AXES, WEIGHT_AXIS, Spec, expert_weight_dim, parameter_spec
+from train.sharding import (
+    ROW_AXES,
+    WEIGHT_AXIS,
+    Spec,
+    expert_weight_dim,
+    parameter_spec,
+    rule_of,
+)
 
 if TYPE_CHECKING:
     from torch_gemma4.config import Gemma4Config
@@ -66,6 +73,16 @@ class MeshLayout:
         stored."""
         return self.annotate(tensor, self.parameter_spec(name, tensor))
 
+    def annotate_layer_gradient(self, name: str, grad: Tensor) -> Tensor:
+        """The same inside a layer loop, where what all devices share has a copy for each row shard
+        [..., n, D] (torch_gemma4/scales.py), whose gradients stay apart."""
+        if rule_of(name).dims or self.num_row_shards == 1:
+            return self.annotate_parameter(name, grad)
+        return self.annotate(grad, self._copies_spec(grad))
+
+    def _copies_spec(self, tensor: Tensor) -> Spec:
+        return (*[None] * (tensor.ndim - 2), ROW_AXES, None)
+
     def parameter_spec(self, name: str, tensor: Tensor) -> Spec:
         """The stored layout of parameter `name`."""
         return parameter_spec(name, tuple(tensor.shape), self.config.fsdp)
@@ -76,8 +93,7 @@ class MeshLayout:
         table's gradient as the table is stored, hence reduced straight to shards; copies of scales
         beside the rows that read them."""
         if role == "copies":
-            spec = (*[None] * (tensor.ndim - 2), ROW_AXES, None)
-            return _Constrain.apply(tensor, self, spec)
+            return _Constrain.apply(tensor, self, self._copies_spec(tensor))
         if role == "table_gradient":
             return _Constrain.apply(tensor, self, self.parameter_spec("embedding.weight", tensor))
         if role in ("table", "weight"):

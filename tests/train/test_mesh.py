@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.train import mesh_worker
+from train.compile import hlo
 
 RUNS = {
     "1 device": ["--fsdp", "1"],
@@ -143,6 +144,19 @@ def test_kernels_run_on_local_shapes(step_hlo):
 def test_there_is_no_sort_and_no_all_to_all(step_hlo):
     assert not re.search(r"\bsort(\.\d+)? = | sort\(", step_hlo)
     assert "all-to-all" not in step_hlo
+
+
+def test_gradients_of_scales_are_summed_once_after_the_layers(step_hlo):
+    program = hlo.Program(step_hlo)
+    repeated = [
+        executed.instruction.shape
+        for executed in program.executed()
+        if executed.instruction.opcode.startswith(("all-reduce", "all-gather"))
+        and executed.count > 1
+    ]
+    assert repeated, "statistics and weights do meet in every layer"
+    # [32], a layer's norm scale, or its copies, [4, 32].
+    assert not [shape for shape in repeated if re.search(r"f32\[(4,|1,)*32\]", shape)]
 
 
 def test_expert_gradients_are_reduce_scattered(step_hlo):
