@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from train.compile import hlo
-from train.compile.collectives import find_collectives
+from train.compile.collectives import begins
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.libtpu]
 GIB = 2**30
@@ -61,11 +61,11 @@ def test_every_loop_has_a_known_length_and_nothing_is_sorted(program):
 def test_collectives(program, report):
     by_kind = {use["kind"]: use for use in report["collectives"]}
     assert "all-to-all" not in by_kind
-    found = find_collectives(program)
-    shapes = [(each.kind, each.shape, each.count) for each in found]
+    found = ((executed, begins(program, executed)) for executed in program.executed())
+    shapes = [(one.kind, each.instruction.shape, each.count) for each, one in found if one]
     # The table once, in bf16; experts' weights in bf16, a forward, a recomputation, a gradient.
-    tables = [(kind, n) for kind, shape, n in shapes if "[262144,2816]" in shape]
-    assert tables.count(("all-gather", 1)) == 1
+    tables = [(shape, n) for kind, shape, n in shapes if "[262144,2816]" in shape]
+    assert [n for _, n in tables] == [1] and tables[0][0].startswith("bf16")
     gathers = [(shape, n) for kind, shape, n in shapes if kind == "all-gather"]
     experts = [(s, n) for s, n in gathers if re.search(r"\[128,(1,)*(1408|704),2816\]", s)]
     assert experts and all(shape.startswith("bf16") for shape, _ in experts)
