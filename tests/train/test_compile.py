@@ -236,7 +236,10 @@ def test_a_tiny_step_compiles_for_eight_chips(tmp_path):
     assert report["memory"]["argument"] - report["memory"]["alias"] < 64_000
     kernels = Counter()
     for kernel in report["kernels"]:
-        assert kernel["source"].startswith("static schedule") and kernel["modelled_s"] > 0
+        # These copy by themselves, which the report has no model of: it says so.
+        bound = kernel["name"] in ("gmm", "tgmm", "expand_rows", "reduce_rows", "combine_backward")
+        assert kernel["source"].startswith("bound by bytes" if bound else "static schedule")
+        assert kernel["modelled_s"] > 0
         kernels[kernel["name"]] += kernel["count"]
     # Two products a layer: forward, recomputed, and the gradient of their rows. The global layer's
     # loop has one turn (the preset has one period), which the compiler unrolls; it then sees both
@@ -245,10 +248,9 @@ def test_a_tiny_step_compiles_for_eight_chips(tmp_path):
         "gmm": 5 * 2 * 3 + 1 * 2 * 2,
         "tgmm": 6 * 2,
         # Rows go to experts and back in kernels.
-        "permute_windows": 5 * 2 + 1,
-        "combine_windows": 5 * 2 + 1,
-        "unpermute_windows": 6,
-        "combine_backward_windows": 6,
+        "expand_rows": 5 * 2 + 1,
+        "reduce_rows": 5 * 2 + 1 + 6,
+        "combine_backward": 6,
     }
     kinds = {kind["kind"] for kind in report["time_by_kind"]}
     assert kinds >= {
