@@ -28,6 +28,7 @@ from pallas_ops.attention import kernel
 from pallas_ops.attention.shapes import GEMMA4_26B, AttentionShape
 from train.compile.static.grid_steps import PallasCall, trace_calls
 from train.compile.static.profile import CallProfile, profile_call
+from train.compile.static.schedule import VMATMUL_FLOPS
 
 LAYERS = {"local": 25, "global": 5}
 """Of the 26B, by shape."""
@@ -169,7 +170,7 @@ def figures(profile: CallProfile) -> dict[str, Any]:
         "bundles": int(bundles.max()),
         "bundles_mean": round(float(bundles.mean()), 1),
         # A vmatmul is 16 rows against 256 x 256.
-        "mxu_tflop": round(float(vmatmuls) * 2 * 16 * 256 * 256 / 1e12, 3),
+        "mxu_tflop": round(float(vmatmuls) * VMATMUL_FLOPS / 1e12, 3),
         "mxu_occupancy": round(mxu / bundles.sum() / profile.schedule.capacity["MXU"], 4),
         "vmem_bytes": profile.schedule.vmem_bytes,
         "is_upper_bound": profile.caveat != "",

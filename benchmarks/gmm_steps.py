@@ -17,11 +17,8 @@ import numpy as np
 from pallas_ops.chips import V6E
 from pallas_ops.gmm.visits import Visits, make_visits
 from pallas_ops.tiling import Tiles, choose_gmm_tiles, row_buckets
-from train.compile.static.schedule import VMATMUL_CYCLES, Region, Schedule
+from train.compile.static.schedule import VMATMUL_CYCLES, VMATMUL_FLOPS, Region, Schedule
 from train.compile.static.step_time import CLOCK_HZ
-
-VMATMUL_FLOPS = 2 * 16 * V6E.mxu_width**2
-"""Multiplications and additions of one vmatmul: 16 rows against a whole matrix unit."""
 
 
 @dataclass(frozen=True)

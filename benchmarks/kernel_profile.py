@@ -34,13 +34,18 @@ from benchmarks.gmm_steps import GmmSteps
 from benchmarks.kernel_entry import Kernel
 from benchmarks.kernel_registry import CALIBRATION, OPS, PEERS
 from benchmarks.routings import ROUTINGS, group_sizes
-from benchmarks.tgmm_steps import VMATMUL_FLOPS, TgmmSteps
+from benchmarks.tgmm_steps import TgmmSteps
 from pallas_ops import bridge
 from pallas_ops.chips import V6E
 from pallas_ops.tiling import Tiles
 from train.compile.static.dump import compile_with_dump
 from train.compile.static.grid_steps import GridSteps, PallasCall, only_call, window_steps
-from train.compile.static.schedule import VMATMUL_CYCLES, Schedule, read_schedule
+from train.compile.static.schedule import (
+    VMATMUL_CYCLES,
+    VMATMUL_FLOPS,
+    Schedule,
+    read_schedule,
+)
 from train.compile.static.step_time import (
     EVERY_STEP,
     Visit,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from train.compile.kernels import balanced_group_sizes
+
 ROUTINGS = ("balanced", "worst", "aligned", "zipf", "one hot")
 
 
@@ -19,7 +21,7 @@ def group_sizes(routing: str, num_rows: int, num_groups: int) -> np.ndarray:
     """
     draw = np.random.default_rng(0)
     if routing == "balanced":
-        sizes = draw.multinomial(num_rows, [1 / num_groups] * num_groups)
+        sizes = balanced_group_sizes(num_rows, (num_groups,))
     elif routing == "zipf":
         popularity = 1 / draw.permutation(np.arange(1, num_groups + 1))
         sizes = draw.multinomial(num_rows, popularity / popularity.sum())

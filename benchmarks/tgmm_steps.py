@@ -21,11 +21,8 @@ from pallas_ops.chips import V6E
 from pallas_ops.tgmm import tiling
 from pallas_ops.tgmm.steps import group_steps
 from pallas_ops.tiling import Tiles
-from train.compile.static.schedule import VMATMUL_CYCLES, Region, Schedule
+from train.compile.static.schedule import VMATMUL_CYCLES, VMATMUL_FLOPS, Region, Schedule
 from train.compile.static.step_time import CLOCK_HZ
-
-VMATMUL_FLOPS = 2 * 16 * V6E.mxu_width**2
-"""Multiplications and additions of one vmatmul: 16 rows against a whole matrix unit."""
 
 
 @dataclass(frozen=True)

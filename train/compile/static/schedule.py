@@ -23,11 +23,15 @@ from pathlib import Path
 
 import numpy as np
 
+from pallas_ops.chips import V6E
+
 DELAY_SLOTS = 4
 GRANULE_BYTES = 32
 """Unit of DMA sizes in the dump."""
 VMATMUL_CYCLES = 8
 """Cycles that one vmatmul occupies its matrix unit: 16 rows of bf16 against 256 x 256."""
+VMATMUL_FLOPS = 2 * 16 * V6E.mxu_width**2
+"""Multiplications and additions of one: 16 rows against a whole matrix unit."""
 
 _BUNDLE = re.compile(r"^ *(?:0x)?[0-9a-f]+ +(?:[A-Z]{2})? *:(?: >+)? ", re.MULTILINE)
 _BRANCH = re.compile(r"= sbr\.rel .*?region = (\d+)")
