@@ -95,14 +95,16 @@ def _pad(x: jax.Array, dim: int, length: int) -> jax.Array:
 
 def heads_of(q: jax.Array, k: jax.Array) -> Heads:
     """The heads of q [B, S, N, H] and k [B, S, G, H] as the kernels see them."""
-    return Heads(
-        k.shape[2], q.shape[2] // k.shape[2], -(-q.shape[3] // V6E.num_lanes) * V6E.num_lanes
-    )
+    return Heads(k.shape[2], q.shape[2] // k.shape[2], _whole_registers(q.shape[3]))
+
+
+def _whole_registers(lanes: int) -> int:
+    return -(-lanes // V6E.num_lanes) * V6E.num_lanes
 
 
 def _as_lanes(x: jax.Array, length: int) -> jax.Array:
     """[B, S, heads, H] -> [B, length, heads * whole registers]."""
-    x = _pad(x, 3, -(-x.shape[3] // V6E.num_lanes) * V6E.num_lanes)
+    x = _pad(x, 3, _whole_registers(x.shape[3]))
     return _pad(x.reshape(*x.shape[:2], -1), 1, length)
 
 

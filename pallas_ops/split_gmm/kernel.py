@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_ops.gmm.kernel import gmm
-from pallas_ops.tgmm.kernel import tgmm
+from pallas_ops.tgmm.kernel import sum_over_mesh, tgmm
 
 
 def split_gmm(
@@ -83,7 +83,6 @@ def split_tgmm_sharded(
     The first half is on its way while the second is multiplied.
     """
     half_of_groups = group_sizes.shape[-1] // 2
-    others = tuple(axis for axis in row_axes if axis != weight_axis and jax.lax.axis_size(axis) > 1)
     halves = []
     for half in range(2):
         (out,) = tgmm(
@@ -96,10 +95,6 @@ def split_tgmm_sharded(
             interpret=interpret,
         )
         out = out.reshape(2 * half_of_groups, -1, out.shape[-1])
-        if weight_dim is None:
-            out = jax.lax.psum(out, row_axes)
-        else:
-            out = jax.lax.psum_scatter(out, weight_axis, scatter_dimension=weight_dim, tiled=True)
-            out = jax.lax.psum(out, others) if others else out
+        out = sum_over_mesh(out, row_axes=row_axes, weight_axis=weight_axis, weight_dim=weight_dim)
         halves.append(out.astype(out_dtype))
     return (jnp.stack(halves),)

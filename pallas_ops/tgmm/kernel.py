@@ -336,14 +336,18 @@ def tgmm_sharded(
         num_groups=num_groups,
         interpret=interpret,
     )
-    if weight_dim is None:
-        out = jax.lax.psum(out, row_axes)
-    else:
-        # Scatter first: the sum over the other axes then moves a shard, not the whole matrix.
-        out = jax.lax.psum_scatter(out, weight_axis, scatter_dimension=weight_dim, tiled=True)
-        others = tuple(
-            axis for axis in row_axes if axis != weight_axis and jax.lax.axis_size(axis) > 1
-        )
-        if others:
-            out = jax.lax.psum(out, others)
+    out = sum_over_mesh(out, row_axes=row_axes, weight_axis=weight_axis, weight_dim=weight_dim)
     return (out.astype(out_dtype),)
+
+
+def sum_over_mesh(
+    gradient: jax.Array, *, row_axes: tuple[str, ...], weight_axis: str, weight_dim: int | None
+) -> jax.Array:
+    """Inside shard_map: each device's gradient of a weight, summed over the axes that split rows
+    and left sharded as the weight is."""
+    if weight_dim is None:
+        return jax.lax.psum(gradient, row_axes)
+    # Scatter first: the sum over the other axes then moves a shard, not the whole matrix.
+    gradient = jax.lax.psum_scatter(gradient, weight_axis, scatter_dimension=weight_dim, tiled=True)
+    others = tuple(axis for axis in row_axes if axis != weight_axis and jax.lax.axis_size(axis) > 1)
+    return jax.lax.psum(gradient, others) if others else gradient

@@ -1,7 +1,6 @@
 """tgmm: one matrix a group, the sum of its rows' outer products."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pallas_ops.checks import (
@@ -149,14 +148,13 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, dout):
     lhs, rhs, group_sizes = ctx.saved_tensors
-    after = group_sizes.shape[-1] - ctx.groups.stop
-    dout = F.pad(dout, (0, 0, 0, 0, ctx.groups.start, after))
+    offset = ctx.groups.start
     gmm = torch.ops.pallas_ops.gmm
     dlhs = drhs = None
     if ctx.needs_input_grad[0]:
-        dlhs = gmm(rhs, dout, group_sizes, True, *ctx.config)
+        dlhs = gmm(rhs, dout, group_sizes, True, *ctx.config, offset)
     if ctx.needs_input_grad[1]:
-        drhs = gmm(lhs, dout, group_sizes, False, *ctx.config)
+        drhs = gmm(lhs, dout, group_sizes, False, *ctx.config, offset)
     return dlhs, drhs, *[None] * 6
 
 
