@@ -1,10 +1,6 @@
 """attention: the reference against plain autograd, the kernels against the reference, v6e."""
 
 import functools
-import json
-import subprocess
-import sys
-from pathlib import Path
 
 import hypothesis.strategies as st
 import jax
@@ -22,6 +18,7 @@ from pallas_ops import OpSharding, attention, bridge
 from pallas_ops.attention import kernel, kernel_flash, reference
 from pallas_ops.attention.blocks import Band, Flash, choose_backward, choose_forward
 from pallas_ops.attention.shapes import GEMMA4_26B, TINY
+from tests.pallas_ops.aot import compile_elsewhere
 from torch_gemma4.attention import attend
 
 OPS = torch.ops.pallas_ops
@@ -313,8 +310,7 @@ def test_sharded_call_is_local():
     assert not any(name in text for name in ("all_gather", "all_reduce", "collective_permute"))
 
 
-AOT = """
-import aot
+PROGRAMS = """
 from pallas_ops.attention import kernel
 from pallas_ops.attention.shapes import GEMMA4_26B
 
@@ -330,20 +326,13 @@ def programs():
         signature = (q, k, k, q, lse, q, ids)
         found[s.name + " backward"] = aot.Program(kernel.attention_backward, signature, static)
     return found
-
-aot.programs = programs
-aot.main()
 """
 
 
 @pytest.mark.slow
 @pytest.mark.libtpu
 def test_production_shapes_compile_for_v6e():
-    here = Path(__file__).parent
-    code = f"import sys; sys.path[:0] = [{str(here)!r}, {str(here.parents[1])!r}]\n{AOT}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    compiled = {result.pop("name"): result for result in map(json.loads, done.stdout.splitlines())}
+    compiled = compile_elsewhere(PROGRAMS)
     assert list(compiled) == ["local", "local backward", "global", "global backward"]
     for name, result in compiled.items():
         assert "error" not in result, (name, result["error"])  # VMEM beyond its limit is one

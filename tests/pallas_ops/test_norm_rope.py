@@ -1,11 +1,7 @@
 """norm_rope: the reference against the model's norm and rotation, the kernels against it, v6e."""
 
 import functools
-import json
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_ops import OpSharding, norm_rope
 from pallas_ops.norm_rope import kernel
 from pallas_ops.norm_rope.shapes import TINY
+from tests.pallas_ops.aot import compile_elsewhere
 from torch_gemma4.norm import rms_norm
 from torch_gemma4.rope import apply_rope
 
@@ -171,8 +168,7 @@ def test_bad_arguments(case):
         norm_rope(**given, eps=EPS)
 
 
-AOT = """
-import aot
+PROGRAMS = """
 from pallas_ops.norm_rope import kernel
 from pallas_ops.norm_rope.shapes import GEMMA4_26B
 
@@ -187,21 +183,14 @@ def programs():
         signature = (x, x, *weight, *tables)
         found[s.name + " backward"] = aot.Program(kernel.norm_rope_backward, signature, static)
     return found
-
-aot.programs = programs
-aot.main()
 """
 
 
 @pytest.mark.slow
 @pytest.mark.libtpu
 def test_production_shapes_compile_for_v6e():
-    here = Path(__file__).parent
-    code = f"import sys; sys.path[:0] = [{str(here)!r}, {str(here.parents[1])!r}]\n{AOT}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    compiled = list(map(json.loads, done.stdout.splitlines()))
+    compiled = compile_elsewhere(PROGRAMS)
     assert len(compiled) == 12
-    for result in compiled:
-        assert "error" not in result, (result["name"], result["error"])
-    assert sum(result["seconds"] for result in compiled) < 120
+    for name, result in compiled.items():
+        assert "error" not in result, (name, result["error"])
+    assert sum(result["seconds"] for result in compiled.values()) < 120
