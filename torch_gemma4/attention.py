@@ -67,7 +67,7 @@ class Attention(nn.Module):
         query_dim = config.num_attention_heads * spec.head_dim
         kv_dim = spec.num_kv_heads * spec.head_dim
         dim = config.hidden_size
-        linear = partial(Linear, bias=config.attention_bias, constrain=execution.constrain)
+        linear = partial(Linear, bias=config.attention_bias, execution=execution)
         self.q_proj = linear(dim, query_dim)
         self.k_proj = linear(dim, kv_dim)
         self.v_proj = None if spec.k_eq_v else linear(dim, kv_dim)

@@ -62,7 +62,8 @@ class Precision:
     """Of activations and matrix products. Norms, router, rotary embedding, attention scores and
     losses compute in at least float32 whatever this is."""
     reduce: torch.dtype = torch.float32
-    """Of sums of expert weight gradients over the mesh."""
+    """Of weight gradients while they are summed over the mesh: experts' in this dtype, those of
+    other matrices in the wider of this and `compute`."""
 
     def __post_init__(self) -> None:
         for name in ("params", "compute", "reduce"):

@@ -15,7 +15,7 @@ class MLP(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int, execution: Execution) -> None:
         super().__init__()
-        linear = partial(Linear, constrain=execution.constrain)
+        linear = partial(Linear, execution=execution)
         self.gate_up_proj = linear(hidden_size, 2 * intermediate_size)
         self.down_proj = linear(intermediate_size, hidden_size)
 

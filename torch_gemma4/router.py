@@ -74,7 +74,7 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         self.top_k_experts = top_k_experts
-        self.proj = Linear(hidden_size, num_experts, constrain=execution.constrain)
+        self.proj = Linear(hidden_size, num_experts, execution=execution)
         self.scale = unset(hidden_size)
         self.per_expert_scale = unset(num_experts)
 

@@ -59,7 +59,8 @@ class PrecisionConfig:
     compute: Literal["float32", "bfloat16"] = "bfloat16"
     """Activations, and the weights as they enter a matrix product."""
     reduce: Literal["float32", "bfloat16"] = "float32"
-    """Weight gradients while they are summed over the mesh."""
+    """Weight gradients while they are summed over the mesh (matrices other than experts: the wider
+    of this and compute)."""
 
 
 @dataclass(frozen=True, kw_only=True)

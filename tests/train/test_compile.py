@@ -11,6 +11,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from train.compile import hlo
+from train.compile.collectives import begins
 from train.compile.command import compile_and_report, on_topology
 from train.compile.compiler import DoesNotFit, Program
 from train.compile.model_time import LINK_BYTES_PER_S, MODEL_BYTES_PER_S
@@ -263,3 +264,8 @@ def test_a_tiny_step_compiles_for_eight_chips(tmp_path):
     # Each collective once, though chains of fusions carry some: no more than the layers need.
     gathers = next(use for use in report["collectives"] if use["kind"] == "all-gather")
     assert 0 < gathers["num_asynchronous"] < gathers["count"] < 130
+    # Gradients of all matrices are summed in precision.reduce, float32, whatever computes them.
+    program = hlo.Program((folder / "program.hlo").read_text())
+    found = ((begins(program, each), each.instruction.shape) for each in program.executed())
+    sums = [shape for one, shape in found if one and one.kind in ("all-reduce", "reduce-scatter")]
+    assert len(sums) > 8 and not any("bf16[" in shape for shape in sums)
