@@ -4,12 +4,15 @@
     python -m benchmarks.combine --only NAME    prints the rows of one program
 
 No TPU: every time is modelled, none measured. Kernels: the compiler's final schedule and the exact
-traffic of a routing (combine_model.py). Plain XLA: bytes that the optimised program names, at 1.4
-TB/s; no trustworthy figure exists for its gathers, so those rows say `trusted: false`.
+traffic of a routing (train/compile/static/dispatch_steps.py). Plain XLA: bytes that the optimised
+program names, at 1.4 TB/s; no trustworthy figure exists for its gathers, so those rows say
+`trusted: false`.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import math
 import re
@@ -18,21 +21,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tyro
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.combine_model import MODELS, ROUTINGS, steps_of, traffic_of
-from benchmarks.combine_programs import SHAPE, compile_program, programs
+from benchmarks.combine_programs import KERNELS, SHAPE, compile_program, programs
 from benchmarks.kernel_profile import provenance
 from pallas_ops.chips import MIB, V6E
+from pallas_ops.routing.blocks import BLOCK
+from train.compile.static.grid_steps import only_call
+from train.compile.static.kernel_steps import KernelSteps
+from train.compile.static.own_copies import OWN_COPIES
+from train.compile.static.routings import random_windows
 from train.compile.static.schedule import Schedule, read_schedule
-from train.compile.static.step_time import CLOCK_HZ, modelled_time, step_sums
+from train.compile.static.step_time import CLOCK_HZ
 
 RESULTS = Path(__file__).parent / "results" / "combine_v6e.json"
 HBM_BYTES_PER_S = 1.4e12
 """What XLA's own data movement is taken to reach."""
+ROUTINGS = {"balanced": 0.0, "skewed": 1.0}
+"""Exponent of a Zipf law over experts, from which each token draws distinct ones."""
 _ARRAY = re.compile(r"(bf16|f32|s32|pred)\[([\d,]*)\](?:\{[^{}]*?(S\(1\))?[^{}()]*\})?")
 _SIZE = {"bf16": 2, "f32": 4, "s32": 4, "pred": 1}
 _FREE = ("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota")
@@ -52,21 +60,26 @@ class Options:
             raise ValueError(f"only={self.only!r} is unknown; use one of {sorted(programs())}")
 
 
+def steps_of(name: str, routing: str) -> KernelSteps:
+    """Steps of a kernel of the production shape. Raises KeyError for an unknown routing."""
+    windows = random_windows(
+        SHAPE.num_tokens, SHAPE.top_k, SHAPE.num_experts, BLOCK, ROUTINGS[routing]
+    )
+    program = programs()[name]
+    names = list(inspect.signature(program.fn).parameters)
+    known = {names.index(table): value for table, value in windows.items()}
+    call = only_call(functools.partial(program.fn, interpret=False), program.signature, known)
+    return OWN_COPIES[call.name](call)
+
+
 def kernel_rows(name: str, schedule: Schedule) -> list[dict[str, Any]]:
     """One row a routing."""
     found = []
     for routing in ROUTINGS:
-        traffic, model = traffic_of(routing), MODELS[name]
-        rows_in, rows_out = model.copies(traffic)
-        steps = steps_of(rows_in, rows_out)
-        ones = np.ones(schedule.num_bundles)
-        bundles = step_sums(schedule, steps, model.visits(traffic), ones)
-        loop = schedule.main_loop
-        time = modelled_time(bundles, steps, schedule.num_bundles - (loop.last - loop.first))
-        nbytes = int(steps.fetched.sum() + steps.written.sum())
-        least = (rows_in.sum() if name == "permute" else SHAPE.num_tokens) + traffic.slots.sum()
-        if name == "combine backward":
-            least += traffic.slots.sum()
+        steps = steps_of(name, routing)
+        bundles, time, nbytes = steps.bundles(schedule), steps.time(schedule), steps.dma_bytes
+        moves = 2 if name == "combine backward" else 1
+        least = SHAPE.num_tokens * (1 + moves * SHAPE.top_k)
         bound = nbytes / V6E.hbm_bytes_per_s
         found.append(
             {
@@ -173,7 +186,7 @@ def ragged_forms() -> dict[str, Any]:
 
 def rows_of(name: str) -> list[dict[str, Any]]:
     """Compiles one program; its rows."""
-    is_kernel = name in MODELS
+    is_kernel = name in KERNELS
     dump = is_kernel or name == "window tables"
     with tempfile.TemporaryDirectory(prefix="combine_") as path:
         folder = Path(path)

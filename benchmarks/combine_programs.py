@@ -24,6 +24,8 @@ from train.launch import prepare_tracing
 
 (SHAPE,) = GEMMA4_26B
 NUM_BLOCKS = SHAPE.num_tokens // BLOCK
+KERNELS = ("combine", "combine backward", "permute", "permute backward")
+"""Programs that are one Pallas call."""
 
 
 @dataclass(frozen=True)

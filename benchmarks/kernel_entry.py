@@ -6,10 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from benchmarks.gmm_steps import GmmSteps
-from benchmarks.tgmm_steps import TgmmSteps
 from train.compile.static.step_time import Visit
 
 Signature = tuple[tuple[tuple[int, ...], str], ...]
@@ -34,7 +30,8 @@ class Kernel:
     static: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of `fn`."""
     visits: tuple[Visit, ...] | None = ()
-    """When each region of the body runs; None = as the body says (train/compile/static/visits)."""
+    """When each region of the body runs; None = as the body says (train/compile/static/visits).
+    Kernels of train/compile/static/own_copies.py leave it out."""
     routed: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Arguments that are group sizes, by position: rows, groups."""
     is_pallas: bool = True
@@ -47,5 +44,3 @@ class Kernel:
     """Why the estimate is off the published time."""
     is_tiny: bool = False
     """Whether it is for tests, and run only when named."""
-    own_copies: Callable[[np.ndarray], TgmmSteps | GmmSteps] | None = None
-    """Its steps by group sizes, for a kernel that makes its copies itself."""

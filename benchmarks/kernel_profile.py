@@ -19,7 +19,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -30,30 +30,23 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import kernel_registry
-from benchmarks.gmm_steps import GmmSteps
 from benchmarks.kernel_entry import Kernel
 from benchmarks.kernel_registry import CALIBRATION, OPS, PEERS
 from benchmarks.routings import ROUTINGS, group_sizes
-from benchmarks.tgmm_steps import TgmmSteps
 from pallas_ops import bridge
 from pallas_ops.chips import V6E
 from pallas_ops.tiling import Tiles
 from train.compile.static.dump import compile_with_dump
-from train.compile.static.grid_steps import GridSteps, PallasCall, only_call, window_steps
+from train.compile.static.grid_steps import only_call, window_steps
+from train.compile.static.kernel_steps import KernelSteps, PipelineSteps
+from train.compile.static.own_copies import OWN_COPIES
 from train.compile.static.schedule import (
     VMATMUL_CYCLES,
     VMATMUL_FLOPS,
     Schedule,
     read_schedule,
 )
-from train.compile.static.step_time import (
-    EVERY_STEP,
-    Visit,
-    kernel_regions,
-    modelled_time,
-    region_sums,
-    step_sums,
-)
+from train.compile.static.step_time import EVERY_STEP, Visit, kernel_regions
 from train.compile.static.visits import find_visits, match_visits
 
 MODELLED = "modelled from the compiler's static schedule, not measured"
@@ -120,27 +113,28 @@ def profile(kernel: Kernel, routings: tuple[str, ...]) -> list[dict[str, Any]]:
     rows = []
     for routing in routings if kernel.routed else ("none",):
         known = {i: group_sizes(routing, *sizes) for i, sizes in kernel.routed.items()}
-        if kernel.own_copies is not None:
-            row = own_copies_row(kernel, schedule, kernel.own_copies(*known.values()))
-        elif kernel.is_pallas:
-            fn = functools.partial(kernel.fn, **kernel.static, interpret=False)
-            call = only_call(fn, kernel.signature, known)
-            steps = call.steps()
-            if kernel.visits is None:
-                kernel = replace(kernel, visits=_found_visits(kernel, call, steps, schedule))
-            row = estimate(kernel, schedule, steps)
-        else:
-            row = estimate(kernel, schedule, window_steps(schedule.copies))
+        row = estimate(kernel, schedule, _steps(kernel, schedule, known))
         head = {"op": kernel.op, "shape": kernel.shape, "routing": routing}
         rows.append({**head, **row, "compile_s": round(seconds, 2)})
     return rows
 
 
-def _found_visits(
-    kernel: Kernel, call: PallasCall, steps: GridSteps, schedule: Schedule
-) -> tuple[Visit, ...]:
+def _steps(kernel: Kernel, schedule: Schedule, known: dict[int, np.ndarray]) -> KernelSteps:
+    if not kernel.is_pallas:
+        return PipelineSteps(window_steps(schedule.copies), kernel.visits)
+    fn = functools.partial(kernel.fn, **kernel.static, interpret=False)
+    call = only_call(fn, kernel.signature, known)
+    if call.name in OWN_COPIES:
+        return OWN_COPIES[call.name](call)
+    grid = call.steps()
+    visits = kernel.visits
+    if visits is None:
+        visits = _matched(kernel, schedule, find_visits(call, grid))
+    return PipelineSteps(grid, visits)
+
+
+def _matched(kernel: Kernel, schedule: Schedule, found: tuple[Visit, ...]) -> tuple[Visit, ...]:
     """Raises ValueError where the compiler left other regions than the body has."""
-    found = find_visits(call, steps)
     matched = match_visits(found, len(kernel_regions(schedule)))
     if matched is None:
         raise ValueError(
@@ -158,49 +152,26 @@ def lowered(kernel: Kernel) -> bytes:
     return mlir.module_to_bytecode(module.compiler_ir("stablehlo"))
 
 
-def own_copies_row(
-    kernel: Kernel, schedule: Schedule, steps: TgmmSteps | GmmSteps
-) -> dict[str, Any]:
-    """As `estimate`, for a kernel that makes its copies itself."""
-    figures = steps.figures(schedule)
-    seconds = figures["est_us"] / 1e6
-    return {
-        "source": MODELLED,
-        "useful_tflops": round(kernel.flops / seconds / 1e12, 1),
-        "frac_peak": round(kernel.flops / seconds / V6E.peak_bf16_flops, 4),
-        "frac_bandwidth": round(figures["dma_bytes"] / seconds / V6E.hbm_bytes_per_s, 4),
-        "mxu_useful": round(kernel.flops / figures.pop("issued_flops"), 4),
-        "published_us": None,
-        "note": kernel.note,
-        **figures,
-    }
-
-
-def estimate(kernel: Kernel, schedule: Schedule, steps: GridSteps) -> dict[str, Any]:
+def estimate(kernel: Kernel, schedule: Schedule, steps: KernelSteps) -> dict[str, Any]:
     """The figures of one row, from a schedule and the steps that execute it."""
-    visits = kernel.visits
-    ones = np.ones(schedule.num_bundles)
-    regions = {name: int(each) for name, each in region_sums(schedule, visits, ones).items()}
-    bundles = step_sums(schedule, steps, visits, ones)
-    vmatmuls = step_sums(schedule, steps, visits, schedule.vmatmuls)
+    regions = {name: int(each) for name, each in steps.regions(schedule).items()}
+    bundles = steps.bundles(schedule)
+    vmatmuls = steps.sums(schedule, schedule.vmatmuls)
     occupancy = {
-        unit: step_sums(schedule, steps, visits, used).sum() / bundles.sum()
+        unit: round(steps.sums(schedule, used).sum() / bundles.sum() / schedule.capacity[unit], 4)
         for unit, used in schedule.slots.items()
     }
-    occupancy = {unit: round(u / schedule.capacity[unit], 4) for unit, u in occupancy.items()}
-    loop = schedule.main_loop
-    time = modelled_time(bundles, steps, schedule.num_bundles - (loop.last - loop.first))
-    dma_bytes = int(steps.fetched.sum() + steps.written.sum())
-    live = bundles > (regions[EVERY_STEP] if visits else 0)
+    time = steps.time(schedule)
+    live = bundles > (regions.get(EVERY_STEP, 0) if len(regions) > 1 else 0)
     in_dump = {copy.nbytes for copy in schedule.copies} - {None}
-    return {
+    row = {
         "source": MODELLED,
-        "tiles": ["x".join(map(str, block)) for block in steps.blocks],
+        "tiles": list(steps.tiles),
         "est_us": round(1e6 * time.total, 3),
         "useful_tflops": round(kernel.flops / time.total / 1e12, 1),
         "frac_peak": round(kernel.flops / time.total / V6E.peak_bf16_flops, 4),
-        "dma_bytes": dma_bytes,
-        "frac_bandwidth": round(dma_bytes / time.total / V6E.hbm_bytes_per_s, 4),
+        "dma_bytes": steps.dma_bytes,
+        "frac_bandwidth": round(steps.dma_bytes / time.total / V6E.hbm_bytes_per_s, 4),
         "bundles": int(bundles.max()),
         "bundles_mean": round(float(bundles.mean()), 1),
         "bundles_by_region": regions,
@@ -213,8 +184,8 @@ def estimate(kernel: Kernel, schedule: Schedule, steps: GridSteps) -> dict[str, 
         "num_dma_bound_steps": time.num_dma_bound,
         "compute_us": round(1e6 * time.compute, 1),
         "dma_us": round(1e6 * time.dma, 1),
-        "dma_bytes_a_step": round(dma_bytes / steps.num_steps),
-        "dump_confirms_block_bytes": in_dump <= set(steps.block_bytes),
+        "dma_bytes_a_step": round(steps.dma_bytes / steps.num_steps),
+        "dump_confirms_block_bytes": steps.copy_sizes is None or in_dump <= steps.copy_sizes,
         "vmem_bytes": schedule.vmem_bytes,
         "published_us": None if kernel.published_ms is None else 1e3 * kernel.published_ms,
         "estimate_over_published": None
@@ -222,6 +193,9 @@ def estimate(kernel: Kernel, schedule: Schedule, steps: GridSteps) -> dict[str, 
         else round(1e3 * time.total / kernel.published_ms, 3),
         "note": kernel.note,
     }
+    if steps.useful_rows is not None:
+        row["useful_rows"] = round(steps.useful_rows, 4)
+    return row
 
 
 def provenance(module: str = "benchmarks.kernel_profile") -> dict[str, Any]:

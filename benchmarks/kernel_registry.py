@@ -7,13 +7,10 @@ that returns its entries and a line in `OPS`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
-from benchmarks import gmm_steps
 from benchmarks.kernel_entry import Kernel
 from benchmarks.megablox import megablox_gmm, megablox_products
-from benchmarks.tgmm_steps import find_steps
 from pallas_ops.gmm import kernel as gmm_kernel
 from pallas_ops.gmm import shapes as gmm_shapes
 from pallas_ops.tgmm import kernel as tgmm_kernel
@@ -54,13 +51,6 @@ def _gmm(tiles: Tiles | None) -> list[Kernel]:
             compiled_name="gmm",
             routed={2: (shape.num_rows, shape.num_groups)},
             is_tiny=shape in gmm_shapes.TINY,
-            own_copies=functools.partial(
-                gmm_steps.find_steps,
-                num_rows=shape.num_rows,
-                size_k=shape.size_k,
-                size_n=shape.size_n,
-                transpose_rhs=shape.transpose_rhs,
-            ),
         )
         for shape in (*gmm_shapes.GEMMA4_26B, *gmm_shapes.TINY[1:2])
     ]
@@ -83,13 +73,6 @@ def _tgmm(tiles: Tiles | None) -> list[Kernel]:
             flops=shape.flops,
             compiled_name="tgmm",
             routed={2: (shape.num_rows, shape.num_groups)},
-            own_copies=functools.partial(
-                find_steps,
-                num_rows=shape.num_rows,
-                size_k=shape.size_k,
-                size_n=shape.size_n,
-                out_itemsize=4 if dtype == "float32" else 2,
-            ),
         )
         for shape in tgmm_shapes.GEMMA4_26B
         for dtype in ("float32", "bfloat16")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from train.compile.kernels import balanced_group_sizes
+from train.compile.static.routings import random_group_sizes
 
 ROUTINGS = ("balanced", "worst", "aligned", "zipf", "one hot")
 
@@ -21,7 +21,7 @@ def group_sizes(routing: str, num_rows: int, num_groups: int) -> np.ndarray:
     """
     draw = np.random.default_rng(0)
     if routing == "balanced":
-        sizes = balanced_group_sizes(num_rows, (num_groups,))
+        sizes = random_group_sizes(num_rows, num_groups)
     elif routing == "zipf":
         popularity = 1 / draw.permutation(np.arange(1, num_groups + 1))
         sizes = draw.multinomial(num_rows, popularity / popularity.sum())

@@ -11,6 +11,7 @@ from pallas_ops.chips import V6E
 from pallas_ops.tiling import Tiles
 from train.compile.static import dump
 from train.compile.static.grid_steps import GridSteps, window_steps
+from train.compile.static.kernel_steps import PipelineSteps
 from train.compile.static.schedule import (
     Region,
     find_copies,
@@ -280,7 +281,8 @@ def test_selection_leaves_out_tiny_shapes_and_public_kernels():
 
 def test_estimate_of_a_hand_made_schedule():
     entry = kernel_entry.Kernel("op", "shape", double, (), 10**6, "op", visits=visits(1, 0, 2))
-    row = kernel_profile.estimate(entry, schedule(), steps_of([8192] * 4, [4096] * 4))
+    steps = PipelineSteps(steps_of([8192] * 4, [4096] * 4), entry.visits)
+    row = kernel_profile.estimate(entry, schedule(), steps)
     seconds = 3 / CLOCK_HZ + 4 * 41 / CLOCK_HZ + (8192 + 4096) / V6E.hbm_bytes_per_s
     assert row["bundles"] == 24 + 5 + 12 and row["dma_bytes"] == 4 * 12288
     assert row["bundles_by_region"] == {"every step": 24, "0": 5, "1": 3, "2": 6}

@@ -148,6 +148,7 @@ def _accept(
         topology.chip,
         schedules=schedules(module, step.kernels) if is_modelled else (),
         workload=_workload(config, topology.num_chips),
+        routing=_routing(config, topology.num_chips) if is_modelled else None,
     )
     assert program.assignment is not None, "compile_step gives one"
     buffers = buffers_at_peak(module, program.assignment.peak, step.argument_names)
@@ -185,6 +186,18 @@ def _workload(config: RunConfig, num_chips: int) -> Workload:
     sequences, length = config.data.batch_size / num_chips, config.data.sequence_length
     table = training_flops(config.model, sequence_length=length, sequences_per_chip=1)
     return Workload(tokens=round(sequences * length), flops=round(sequences * table.training))
+
+
+def _routing(config: RunConfig, num_chips: int) -> str | None:
+    """What kernels.py assumes, None where nothing is routed."""
+    model = config.model
+    if not model.enable_moe_block:
+        return None
+    tokens = config.data.batch_size * config.data.sequence_length // num_chips
+    return (
+        f"each of {tokens:,} tokens a chip chooses {model.top_k_experts} of {model.num_experts} "
+        "experts uniformly at random, seed 0"
+    )
 
 
 def _provenance(config: RunConfig) -> dict[str, Any]:

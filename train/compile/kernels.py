@@ -2,7 +2,8 @@
 
 The bridge knows every JAX function that the traced step called; each Pallas call in them is
 compiled alone, with the compiler's dump, and matched with the program's custom calls by the shapes
-of its operands and results. What its steps depend on is assumed (`ASSUMED`).
+of its operands and results. Steps that the routing decides are those of a random one
+(static/routings.py).
 """
 
 from __future__ import annotations
@@ -10,14 +11,16 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from train.compile.hlo import Executed, Program
+from train.compile.static.own_copies import OWN_COPIES
 from train.compile.static.profile import CallProfile, profile_call
+from train.compile.static.routings import random_group_sizes, random_windows
 
 if TYPE_CHECKING:
     from pallas_ops.bridge import Lowering
@@ -51,6 +54,16 @@ class KernelSchedule:
         """Modelled time of one call."""
         return None if self.profile is None else self.profile.time.total
 
+    @property
+    def source(self) -> str:
+        """How the time came about."""
+        if self.profile is None:
+            return f"bound by bytes and FLOPs ({self.unknown})"
+        source = "static schedule"
+        if self.name in OWN_COPIES:
+            source += " at random routing"
+        return f"{source}, {self.unknown}" if self.unknown else source
+
 
 def kernel_key(executed: Executed) -> KernelKey | None:
     """Of a Pallas call in a program, None for other instructions."""
@@ -60,20 +73,6 @@ def kernel_key(executed: Executed) -> KernelKey | None:
     known = executed.computation.instructions
     operands = [known[name].shape for name in instruction.operands]
     return _arrays(" ".join(operands)), _arrays(instruction.shape)
-
-
-def balanced_group_sizes(num_rows: int, shape: tuple[int, ...]) -> np.ndarray:
-    """int32 group sizes of num_rows rows that choose a group uniformly at random, seed 0."""
-    num_groups = shape[-1]
-    sizes = np.random.default_rng(0).multinomial(num_rows, [1 / num_groups] * num_groups)
-    return np.broadcast_to(sizes.astype(np.int32), shape)
-
-
-ASSUMED: dict[str, Callable[[int, tuple[int, ...]], np.ndarray]] = {
-    "group_sizes": balanced_group_sizes
-}
-"""Values of arguments that decide a kernel's steps, by the argument's name: a function of the rows
-of the first argument and of the argument's shape."""
 
 
 def schedules(program: Program, lowerings: Iterable[Lowering]) -> list[KernelSchedule]:
@@ -99,7 +98,7 @@ def known_calls(lowerings: Iterable[Lowering]) -> dict[KernelKey, list[PallasCal
         fn = functools.partial(lowering.fn, **dict(lowering.static), interpret=False)
         signature = lowering.local_signature
         mesh = () if lowering.sharding is None else lowering.sharding.mesh
-        for call in trace_calls(fn, signature, _assumed(lowering.fn, signature), mesh):
+        for call in trace_calls(fn, signature, assumed_routing(lowering.fn, signature), mesh):
             key = _described(call.signature), _described(call.results)
             calls.setdefault(key, {}).setdefault(str(call.params["jaxpr"]), call)
     return {key: list(found.values()) for key, found in calls.items()}
@@ -121,14 +120,21 @@ def _schedule(executed: Executed, key: KernelKey, calls: Sequence[PallasCall]) -
     return KernelSchedule(call.name, key, profile, ", ".join(caveats))
 
 
-def _assumed(fn: Callable[..., Any], signature: Any) -> Mapping[int, np.ndarray]:
-    num_rows = signature[0][0][0]
+def assumed_routing(fn: Callable[..., Any], signature: Any) -> dict[int, np.ndarray]:
+    """Values of those arguments that hold a routing, by position: of the rows or tokens of the
+    first argument, each of which chooses at random."""
     names = list(inspect.signature(fn).parameters)[: len(signature)]
-    return {
-        i: ASSUMED[name](num_rows, signature[i][0])
-        for i, name in enumerate(names)
-        if name in ASSUMED
-    }
+    shapes = {name: shape for name, (shape, _) in zip(names, signature, strict=True)}
+    size = signature[0][0][0]
+    values = {}
+    if (shape := shapes.get("group_sizes")) is not None:
+        values["group_sizes"] = np.broadcast_to(random_group_sizes(size, shape[-1]), shape)
+    if "bounds" in shapes:
+        lines, num_experts = shapes["bounds"]
+        slots, top_k = shapes["position"]
+        num_tokens = size // top_k if names[0] == "rows" else size
+        values |= random_windows(num_tokens, top_k, num_experts, slots // (lines - 1))
+    return {names.index(name): value for name, value in values.items()}
 
 
 def _arrays(text: str) -> tuple[tuple[str, tuple[int, ...]], ...]:

@@ -58,7 +58,9 @@ class KernelTime:
     modelled_s: float
     """Of all of them."""
     source: str
-    """"static schedule", or the bound that stands in for it."""
+    """How it came about: a static schedule, or the bound that stands in for it."""
+    is_uncertain: bool
+    """Whether it is a bound, from below or from above."""
     bundles: int | None
     """Of the longest grid step; None without a schedule."""
     num_steps: int | None
@@ -99,6 +101,8 @@ class Report:
     """By kind of work, without collectives."""
     kernels: tuple[KernelTime, ...]
     """Pallas calls; their times are in their kinds'."""
+    routing: str | None
+    """What the kernels that it concerns are modelled at."""
     modelled_step_s: float
     """Sum of the kinds. Not a step time."""
     exposed_collectives_s: float
@@ -126,9 +130,10 @@ def make_report(
     *,
     schedules: Sequence[KernelSchedule] = (),
     workload: Workload | None = None,
+    routing: str | None = None,
 ) -> Report:
-    """Reads one compiled program. `schedules` are those of its Pallas calls; a call without one is
-    modelled by a bound."""
+    """Reads one compiled program. `schedules` are those of its Pallas calls, at `routing`; a call
+    without one is modelled by a bound."""
     module = hlo.Program(program.hlo)
     by_key = {schedule.key: schedule for schedule in schedules}
     seconds = {key: s.seconds for key, s in by_key.items() if s.seconds is not None}
@@ -154,6 +159,7 @@ def make_report(
         collectives=_collectives(model),
         time_by_kind=times,
         kernels=kernels,
+        routing=routing,
         modelled_step_s=step,
         exposed_collectives_s=exposed,
         modelled_tokens_per_s=workload and step and workload.tokens / step,
@@ -165,15 +171,12 @@ def make_report(
             *(
                 f"kernel {time.name}, {time.count} executed: {time.source}"
                 for time in kernels
-                if time.source != STATIC
+                if time.is_uncertain
             ),
             *(f"trip count of {name}, counted once" for name in module.unknown_loops),
         ),
         compile_s=program.compile_s,
     )
-
-
-STATIC = "static schedule"
 
 
 def _by_kind(work: Sequence[Work]) -> tuple[KindTime, ...]:
@@ -198,22 +201,18 @@ def _kernels(
     found = []
     for key, calls in rows.items():
         schedule = schedules.get(key)
-        profile = schedule and schedule.profile
         if schedule is None:
-            name, source = calls[0].executed.instruction.name, "bound by bytes and FLOPs"
-        elif profile is None:
-            name, source = schedule.name, f"bound by bytes and FLOPs ({schedule.unknown})"
-        else:
-            name, source = schedule.name, STATIC
-            if schedule.unknown:
-                source += f", {schedule.unknown}"
+            name = calls[0].executed.instruction.name
+            schedule = KernelSchedule(name, key, None, "no schedule was made")
+        profile = schedule.profile
         found.append(
             KernelTime(
-                name=name,
+                name=schedule.name,
                 shapes=", ".join(f"{t}[{'x'.join(map(str, dims))}]" for t, dims in key[1]),
                 count=sum(each.count for each in calls),
                 modelled_s=sum(each.count * each.seconds for each in calls),
-                source=source,
+                source=schedule.source,
+                is_uncertain=schedule.unknown != "",
                 bundles=None if profile is None else profile.max_bundles,
                 num_steps=None if profile is None else profile.steps.num_steps,
             )

@@ -98,7 +98,7 @@ def report_views(report: Mapping[str, Any]) -> list[View]:
             _times(report),
         ),
         View(
-            "Kernels, in the kinds above",
+            _kernels_title(report.get("routing")),
             ("", "results", "executed", "ms", ""),
             tuple(
                 (
@@ -123,6 +123,11 @@ def report_views(report: Mapping[str, Any]) -> list[View]:
         ),
     ]
     return [view for view in views if view.rows]
+
+
+def _kernels_title(routing: str | None) -> str:
+    title = "Kernels, in the kinds above"
+    return title if routing is None else f"{title}; random routing: {routing}"
 
 
 def milliseconds(seconds: float | None) -> str:

@@ -70,9 +70,24 @@ class PallasCall:
         """Of the kernel."""
         return self.params["jaxpr"].debug_info.func_name
 
-    def steps(self) -> GridSteps:
-        """Its grid, step by step. Raises ValueError as `trace_grid`."""
-        return _steps(self.params, list(self.operands))
+    @property
+    def scratch(self) -> tuple[tuple[tuple[int, ...], int], ...]:
+        """Shape and item size of the arrays that the kernel keeps between steps, in VMEM or SMEM;
+        semaphores are not among them."""
+        mapping = self.params["grid_mapping"]
+        body = self.params["jaxpr"].invars
+        kept = body[len(body) - mapping.num_scratch_operands :]
+        kinds = [getattr(v.aval.dtype, "itemsize", None) for v in kept]
+        return tuple(
+            (tuple(v.aval.shape), size)
+            for v, size in zip(kept, kinds, strict=True)
+            if size is not None
+        )
+
+    def steps(self, *, own_copies: bool = False) -> GridSteps:
+        """Its grid, step by step; with `own_copies` those blocks are left out that the kernel
+        copies itself. Raises ValueError as `trace_grid`."""
+        return _steps(self.params, list(self.operands), own_copies)
 
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:
         """The call alone, as a JAX function of its operands."""
@@ -171,7 +186,7 @@ def _evaluate(jaxpr, consts, arguments, calls) -> list[Any]:
     return [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars]
 
 
-def _steps(params: dict[str, Any], operands: list[Any]) -> GridSteps:
+def _steps(params: dict[str, Any], operands: list[Any], own_copies: bool) -> GridSteps:
     mapping = params["grid_mapping"]
     num_dynamic, num_scalars = mapping.num_dynamic_grid_bounds, mapping.num_index_operands
     decided = operands[: num_dynamic + num_scalars]
@@ -188,6 +203,8 @@ def _steps(params: dict[str, Any], operands: list[Any]) -> GridSteps:
     written = np.zeros_like(fetched)
     shapes, sizes = [], []
     for i, block in enumerate(mapping.block_mappings):
+        if own_copies and _stays_in_hbm(block):
+            continue
         shape = _block_shape(block)
         indices = _block_indices(block, ids, scalars)
         nbytes = _copied_bytes(shape, indices, block.array_shape_dtype)
@@ -224,10 +241,14 @@ def _block_shape(block) -> tuple[int, ...]:
             shape.append(1)
         else:
             raise ValueError(f"{block.origin} has a block dimension {dim}; only Blocked is known")
-    space = getattr(block.block_aval, "memory_space", None)
-    if "any" in str(space).lower() or "hbm" in str(space).lower():
-        raise ValueError(f"{block.origin} stays in {space}: its copies are not the pipeline's")
+    if _stays_in_hbm(block):
+        raise ValueError(f"{block.origin} stays in HBM: its copies are not the pipeline's")
     return tuple(shape)
+
+
+def _stays_in_hbm(block) -> bool:
+    space = str(getattr(block.block_aval, "memory_space", None)).lower()
+    return "any" in space or "hbm" in space
 
 
 def _block_indices(block, ids, scalars) -> np.ndarray:
@@ -249,9 +270,12 @@ def _block_indices(block, ids, scalars) -> np.ndarray:
 
 
 def _copied_bytes(shape, indices: np.ndarray, array) -> np.ndarray:
-    """[num_steps] bytes of each block inside the array, in whole tiles of 8 x 128."""
+    """[num_steps] bytes of each block inside the array, in whole tiles of 8 x 128; arrays of fewer
+    rows have lower tiles."""
     inside = np.minimum(np.array(array.shape) - indices * np.array(shape), np.array(shape))
-    tile = ([1] * len(shape) + [_SUBLANES, _LANES])[-len(shape) :] if len(shape) > 1 else [_LANES]
+    tile = [1] * (len(shape) - 1) + [_LANES]
+    if len(shape) > 1:
+        tile[-2] = min(_SUBLANES, 1 << (array.shape[-2] - 1).bit_length())
     return (-(-inside // tile) * tile).prod(axis=1) * np.dtype(array.dtype).itemsize
 
 

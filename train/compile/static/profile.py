@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from train.compile.static.dump import compile_with_dump
-from train.compile.static.grid_steps import GridSteps, PallasCall
+from train.compile.static.grid_steps import PallasCall
+from train.compile.static.kernel_steps import KernelSteps, PipelineSteps
+from train.compile.static.own_copies import OWN_COPIES
 from train.compile.static.schedule import Schedule, read_schedule
-from train.compile.static.step_time import (
-    StepTime,
-    Visit,
-    kernel_regions,
-    modelled_time,
-    step_sums,
-)
+from train.compile.static.step_time import StepTime, Visit, kernel_regions
 from train.compile.static.visits import find_visits, match_visits
 
 _COMPILED_NAME = "pallas_kernel"
@@ -32,35 +28,23 @@ class CallProfile:
 
     schedule: Schedule
     """The final schedule."""
-    steps: GridSteps
-    """The grid, step by step."""
-    visits: tuple[Visit, ...]
-    """When each region of the body runs."""
-    has_every_visit: bool
-    """Whether the compiler left as many regions as the body has. Where it did not, every region is
-    charged to every step: an upper bound."""
+    steps: KernelSteps
+    """What its steps run and copy."""
+    caveat: str
+    """What makes the time an upper bound of the schedule's, "" where nothing does."""
     time: StepTime
     """Of one call."""
     compile_s: float
     """The compiler's time on this host."""
 
     @property
-    def caveat(self) -> str:
-        """What makes the time an upper bound of the schedule's, "" where nothing does."""
-        if not self.has_every_visit:
-            return "every region charged to every step"
-        if any(visit.is_assumed for visit in self.visits):
-            return "branches that data decides charged to every step"
-        return ""
-
-    @property
     def max_bundles(self) -> int:
         """Of the longest step."""
-        return int(self.sums(np.ones(self.schedule.num_bundles)).max())
+        return int(self.steps.bundles(self.schedule).max())
 
     def sums(self, per_bundle: np.ndarray) -> np.ndarray:
         """[num_steps] sum of a quantity over the bundles that each step executes."""
-        return step_sums(self.schedule, self.steps, self.visits, per_bundle)
+        return self.steps.sums(self.schedule, per_bundle)
 
 
 def lower_alone(call: PallasCall) -> bytes:
@@ -89,24 +73,41 @@ def profile_call(call: PallasCall, flags: Sequence[str] = ()) -> CallProfile:
     Raises ValueError where its steps or the trips of its loops cannot be known, RuntimeError where
     it does not compile.
     """
-    steps = call.steps()
-    visits = find_visits(call, steps)
+    known = known_steps(call)
     with tempfile.TemporaryDirectory(prefix="static_profile_") as folder:
         seconds = compile_with_dump(call.name, lower_alone(call), Path(folder), flags)
         schedule = read_schedule(Path(folder), _COMPILED_NAME)
+    steps, caveat = known, ""
+    if isinstance(known, PipelineSteps) and not known.has_own_copies:
+        steps, caveat = _matched(call, known, schedule)
+    return CallProfile(schedule, steps, caveat, steps.time(schedule), seconds)
+
+
+def known_steps(call: PallasCall) -> KernelSteps:
+    """The steps of a call, before it is compiled, with every region of its body.
+
+    Raises ValueError where they depend on data that is not given.
+    """
+    if call.name in OWN_COPIES:
+        return OWN_COPIES[call.name](call)
+    grid = call.steps()
+    return PipelineSteps(grid, find_visits(call, grid))
+
+
+def _matched(
+    call: PallasCall, steps: PipelineSteps, schedule: Schedule
+) -> tuple[PipelineSteps, str]:
+    """With the regions that the compiler left, and what makes them an upper bound."""
     regions = kernel_regions(schedule)
-    matched = match_visits(visits, len(regions))
-    if matched is None and any(region.kind == "loop" for region in regions):
+    matched = match_visits(steps.visits, len(regions))
+    if matched is not None:
+        assumes = any(visit.is_assumed for visit in matched)
+        caveat = "branches that data decides charged to every step" if assumes else ""
+        return replace(steps, visits=matched), caveat
+    if any(region.kind == "loop" for region in regions):
         raise ValueError(
-            f"{call.name}: the compiler left {len(regions)} regions of the body's {len(visits)}, "
-            "loops among them: their trips are not known"
+            f"{call.name}: the compiler left {len(regions)} regions of the body's "
+            f"{len(steps.visits)}, loops among them: their trips are not known"
         )
-    visits = (
-        matched
-        if matched is not None
-        else tuple(Visit(f"region {i}", lambda _: np.ones(())) for i in range(len(regions)))
-    )
-    bundles = step_sums(schedule, steps, visits, np.ones(schedule.num_bundles))
-    loop = schedule.main_loop
-    time = modelled_time(bundles, steps, schedule.num_bundles - (loop.last - loop.first))
-    return CallProfile(schedule, steps, visits, matched is not None, time, seconds)
+    every = tuple(Visit(f"region {i}", lambda _: np.ones(())) for i in range(len(regions)))
+    return replace(steps, visits=every), "every region charged to every step"

@@ -99,6 +99,12 @@ class Schedule:
         return len(self.vmatmuls)
 
     @property
+    def fixed_bundles(self) -> int:
+        """Bundles outside the grid's loop, which run once. Raises as `main_loop`."""
+        loop = self.main_loop
+        return self.num_bundles - (loop.last - loop.first)
+
+    @property
     def main_loop(self) -> Region:
         """The loop with the most bundles that is in no other: the grid's. Raises ValueError."""
         loops = [region for region in _flat(self.roots) if region.kind == "loop"]

@@ -1,22 +1,35 @@
 """Steps and the time model of gmm, against a count by hand."""
 
+import functools
+
 import numpy as np
 import pytest
 
-from benchmarks.gmm_steps import branch_sums, find_steps
 from pallas_ops.chips import V6E
+from pallas_ops.gmm import kernel
+from pallas_ops.tiling import Tiles
+from train.compile.static.gmm_steps import branch_sums, find_steps
+from train.compile.static.grid_steps import only_call
 from train.compile.static.schedule import Region, Schedule
 
 SIZES = np.array([100, 0, 500, 400, 24], np.int32)  # of 1,024 rows in tiles of 128
 
 
+def steps_of(known=SIZES, partial_sum=False, **static):
+    rows, weight = ((1100, 256), "bfloat16"), ((5, 130, 256), "bfloat16")
+    kept = [((1100, 130), "bfloat16")] if partial_sum else []
+    fn = functools.partial(kernel.gmm, transpose_rhs=True, interpret=False, **static)
+    signature = (rows, weight, ((5,), "int32"), *kept)
+    return find_steps(only_call(fn, signature, {} if known is None else {2: known}))
+
+
 @pytest.fixture(scope="module")
 def steps():
-    return find_steps(SIZES, 1100, 256, 130, transpose_rhs=True)
+    return steps_of()
 
 
 def test_steps_of_five_groups(steps):
-    assert steps.tiles.tile_m == 128 and steps.num_own_rows == 1024
+    assert steps.tile_m == 128 and steps.num_own_rows == 1024
     # Tiles 0 to 8; group 0 | group 2 from row 100 | group 3 from 600 | group 4 from 1000 | rest.
     rows = [100, 32, 128, 128, 128, 88, 48, 128, 128, 104, 24]
     # Of tiles 0    0   1    2    3    4   4   5    6    7    7, from the row group of the first.
@@ -24,17 +37,20 @@ def test_steps_of_five_groups(steps):
     assert steps.computed_rows == sum(64 if r <= 64 else 128 for r in rows)
     assert np.flatnonzero(steps.opens).tolist() == [0, 1, 6, 10]
     block = 128 * 256 * 2
-    assert steps.fetched.tolist() == [block, 0, *[block] * 4, 0, *[block] * 3, 0, 0]
+    assert steps.grid.fetched.tolist() == [block, 0, *[block] * 4, 0, *[block] * 3, 0, 0]
     out = 128 * 256 * 2  # 130 columns in whole lanes
-    last = (1100 - 1024) * 256 * 2
-    assert steps.written.tolist() == [0, *[out] * 4, 0, *[out] * 3, 0, out, last]
+    last = 80 * 256 * 2  # 76 rows in tiles of 8
+    assert steps.grid.written.tolist() == [0, *[out] * 4, 0, *[out] * 3, 0, out, last]
     assert steps.matrix_bytes == 130 * 256 * 2
     assert steps.dma_bytes == 8 * block + 8 * out + last + 4 * 130 * 256 * 2
 
 
 def test_a_matrix_hides_behind_its_predecessor_or_is_waited_for(steps):
     rate = V6E.hbm_bytes_per_s
-    matrix, blocks = steps.matrix_bytes / rate, (steps.fetched[0] + steps.written[-1]) / rate
+    matrix, blocks = (
+        steps.matrix_bytes / rate,
+        (steps.grid.fetched[0] + steps.grid.written[-1]) / rate,
+    )
     slow = np.full(len(steps.branch), 1.0)
     seconds, waiting = steps.seconds(slow)
     assert waiting == 0 and seconds == pytest.approx(len(slow) + matrix + blocks)
@@ -59,6 +75,23 @@ def test_branches_include_what_is_around_them():
         branch_sums(schedule, np.ones(100), 9)
 
 
-def test_columns_in_parts_are_refused():
-    with pytest.raises(ValueError, match="cut N=100000; profile a smaller shape"):
-        find_steps(SIZES, 1024, 4096, 100_000, transpose_rhs=False)
+def test_columns_in_parts_take_as_many_matrices():
+    whole, parts = steps_of(), steps_of(tiles=Tiles(128, 256, 128))
+    assert parts.num_steps == 2 * whole.num_steps
+    assert parts.opens.tolist() == 2 * whole.opens.tolist()
+    # 130 columns in two parts of 128: the copies read whole parts.
+    assert parts.matrix_bytes == 128 * 256 * 2
+    assert parts.computed_rows == 2 * whole.computed_rows
+    assert parts.useful_rows == whole.useful_rows
+
+
+def test_rows_that_are_kept_are_fetched_too(steps):
+    # Tile 7, which group 4 ends in, and 8 beside it; zeros would be written there without them.
+    kept = steps_of(partial_sum=True)
+    rest = int((kept.branch == 0).sum())
+    assert rest == 1 and kept.dma_bytes > steps.dma_bytes - (1100 - 1024) * 256 * 2
+
+
+def test_tables_that_are_not_known_are_refused():
+    with pytest.raises(ValueError, match="argument whose value is not given"):
+        steps_of(known=None)
