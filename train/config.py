@@ -70,10 +70,13 @@ class OptimConfig:
     """At its peak, after warm-up."""
     warmup_steps: int = 20
     """Steps over which it rises from zero. A run that ends sooner never reaches the peak."""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """From the end of warm-up to the last step."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """From the end of warm-up to the last step. wsd stays at the peak, as constant does, and falls
+    in a straight line at the end."""
     min_lr_ratio: float = 0.1
-    """Where cosine ends, as a share of the peak."""
+    """Where all but constant end, as a share of the peak."""
+    decay_share: float = 0.2
+    """Share of all steps over which wsd falls."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of the first and second moment."""
     eps: float = 1e-8
@@ -98,8 +101,9 @@ class OptimConfig:
             _require_at_least(0, f"optim.{name}", getattr(self, name))
         _require_at_least(2, "optim.outlier_window", self.outlier_window)
         _require_at_least(1, "optim.abort_after", self.abort_after)
-        ratio = self.min_lr_ratio
-        _require(0 <= ratio <= 1, "optim.min_lr_ratio", ratio, "give a share between 0 and 1")
+        for name in ("min_lr_ratio", "decay_share"):
+            share = getattr(self, name)
+            _require(0 <= share <= 1, f"optim.{name}", share, "give a share between 0 and 1")
         for beta in self.betas:
             _require(0 <= beta < 1, "optim.betas", self.betas, "give two decays in [0, 1)")
 

@@ -38,6 +38,7 @@ from train.presets import PRESETS, cpu_tiny
         (lambda: OptimConfig(warmup_steps=-1), r"optim\.warmup_steps = -1: give at least 0"),
         (lambda: OptimConfig(weight_decay=-0.1), r"optim\.weight_decay = -0\.1: give at least 0"),
         (lambda: OptimConfig(min_lr_ratio=1.5), r"optim\.min_lr_ratio = 1\.5: give a share"),
+        (lambda: OptimConfig(decay_share=-0.1), r"optim\.decay_share = -0\.1: give a share"),
         (lambda: OptimConfig(betas=(0.9, 1.0)), r"optim\.betas = \(0\.9, 1\.0\): give two decays"),
         (lambda: LogConfig(heat_map_every=-1), r"log\.heat_map_every = -1: give at least 0"),
         (lambda: SampleConfig(every=-1), r"sample\.every = -1: give at least 0"),
