@@ -226,6 +226,9 @@ class RunConfig:
     first one counts); 0: it waits for ever."""
     recompute: bool = False
     """Keep only layer inputs for the backward pass and run each layer again there."""
+    accumulate: int = 1
+    """Micro-batches of a step: its batch is run in so many parts, one after another, which takes
+    the memory of one of them and gives the same gradients. data.batch_size is that of the step."""
     mesh: MeshConfig = MeshConfig()
     """Devices."""
     precision: PrecisionConfig = PrecisionConfig()
@@ -254,12 +257,14 @@ class RunConfig:
             self.name,
             "it names a folder under log.dir: give a plain name, and the place as --log.dir",
         )
+        _require_at_least(1, "accumulate", self.accumulate)
+        parts = self.mesh.num_devices * self.accumulate
         _require(
-            self.data.batch_size % self.mesh.num_devices == 0,
+            self.data.batch_size % parts == 0,
             "data.batch_size",
             self.data.batch_size,
-            f"give a multiple of mesh.data * mesh.fsdp = {self.mesh.num_devices}: "
-            "every device takes the same number of sequences",
+            f"give a multiple of mesh.data * mesh.fsdp * accumulate = {parts}: "
+            "every device takes the same number of sequences in every micro-batch",
         )
         _require(
             self.data.sequence_length % self.model.num_loss_tiles == 0,
