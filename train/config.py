@@ -224,8 +224,10 @@ class RunConfig:
     hang_minutes: float = 60
     """The run ends, and says where it waited, when no step has ended for so long (compiling the
     first one counts); 0: it waits for ever."""
-    recompute: bool = False
-    """Keep only layer inputs for the backward pass and run each layer again there."""
+    recompute: Literal["none", "full", "save_global_attention", "save_attention"] = "none"
+    """What the backward pass runs again to save memory. none keeps all activations; full keeps the
+    layers' inputs and runs every layer again; the others also keep attention's results, in global
+    layers or in all, and do not run it again. (The loss makes its logits again in any case.)"""
     accumulate: int = 1
     """Micro-batches of a step: its batch is run in so many parts, one after another, which takes
     the memory of one of them and gives the same gradients. data.batch_size is that of the step."""
@@ -287,6 +289,13 @@ class RunConfig:
             "of them, or --resume auto",
         )
         self._check_held_out()
+        _require(
+            self.attention == "kernel" or not self.recompute.startswith("save_"),
+            "recompute",
+            self.recompute,
+            "only the attention kernel has a result to keep: give --attention kernel, or "
+            "--recompute full",
+        )
         if self.dispatch == "kernel" and (reason := self._why_no_kernel()):
             raise ValueError(f"dispatch = 'kernel': {reason}, or give --dispatch auto")
 

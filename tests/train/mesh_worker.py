@@ -1,8 +1,8 @@
 """Trains a micro model on a virtual mesh in a process of its own, and saves what the mesh tests
 compare.
 
-    python -m tests.train.mesh_worker OUT.npz --fsdp 4 [--data 1] --layers scan --recompute --steps
-    20
+    python -m tests.train.mesh_worker OUT.npz --fsdp 4 [--data 1] --layers scan --recompute full
+    --steps 20
 
 Arrays: losses [steps]; grad/<parameter> of the first step, before clipping; stored as text:
 spec/<parameter>, the sharding of each gradient, and shape facts of the lowered step under hlo.
@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--fsdp", type=int, default=1)
     parser.add_argument("--data", type=int, default=1)
     parser.add_argument("--layers", default="scan")
-    parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--recompute", default="none")
     parser.add_argument("--attention", default="einsum")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--steps", type=int, default=20)

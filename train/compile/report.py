@@ -101,6 +101,9 @@ class Report:
     """Pallas calls; their times are in their kinds'."""
     modelled_step_s: float
     """Sum of the kinds. Not a step time."""
+    rerun_s: float
+    """Of modelled_step_s, what layers run again for the backward pass, as far as the compiler has
+    kept the name of it."""
     exposed_collectives_s: float
     """What compute does not hide of the collectives by the link model: a lower bound, not in
     modelled_step_s."""
@@ -155,6 +158,7 @@ def make_report(
         time_by_kind=times,
         kernels=kernels,
         modelled_step_s=step,
+        rerun_s=sum(each.count * each.seconds for each in work if each.is_rerun),
         exposed_collectives_s=exposed,
         modelled_tokens_per_s=workload and step and workload.tokens / step,
         modelled_mfu=workload and step and workload.flops / step / chip.peak_bf16_flops,
