@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 def build_execution(config: RunConfig, mesh: MeshLayout) -> Execution:
     """How the model runs on this mesh."""
     recompute = None
-    if config.recompute:
+    if config.recompute != "none":
         barrier = xm.optimization_barrier_ if config.layers == "loop" else None
-        recompute = functools.partial(recompute_layer, barrier=barrier)
+        recompute = functools.partial(recompute_layer, policy=config.recompute, barrier=barrier)
     return Execution(
         precision=Precision(
             compute=getattr(torch, config.precision.compute),

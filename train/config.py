@@ -71,10 +71,13 @@ class OptimConfig:
     """At its peak, after warm-up."""
     warmup_steps: int = 20
     """Steps over which it rises from zero. A run that ends sooner never reaches the peak."""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """From the end of warm-up to the last step."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """From the end of warm-up to the last step. wsd stays at the peak, as constant does, and falls
+    in a straight line at the end."""
     min_lr_ratio: float = 0.1
-    """Where cosine ends, as a share of the peak."""
+    """Where all but constant end, as a share of the peak."""
+    decay_share: float = 0.2
+    """Share of all steps over which wsd falls."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of the first and second moment."""
     eps: float = 1e-8
@@ -99,8 +102,9 @@ class OptimConfig:
             _require_at_least(0, f"optim.{name}", getattr(self, name))
         _require_at_least(2, "optim.outlier_window", self.outlier_window)
         _require_at_least(1, "optim.abort_after", self.abort_after)
-        ratio = self.min_lr_ratio
-        _require(0 <= ratio <= 1, "optim.min_lr_ratio", ratio, "give a share between 0 and 1")
+        for name in ("min_lr_ratio", "decay_share"):
+            share = getattr(self, name)
+            _require(0 <= share <= 1, f"optim.{name}", share, "give a share between 0 and 1")
         for beta in self.betas:
             _require(0 <= beta < 1, "optim.betas", self.betas, "give two decays in [0, 1)")
 
@@ -221,8 +225,13 @@ class RunConfig:
     hang_minutes: float = 60
     """The run ends, and says where it waited, when no step has ended for so long (compiling the
     first one counts); 0: it waits for ever."""
-    recompute: bool = False
-    """Keep only layer inputs for the backward pass and run each layer again there."""
+    recompute: Literal["none", "full", "save_global_attention", "save_attention"] = "none"
+    """What the backward pass runs again to save memory. none keeps all activations; full keeps the
+    layers' inputs and runs every layer again; the others also keep attention's results, in global
+    layers or in all, and do not run it again. (The loss makes its logits again in any case.)"""
+    accumulate: int = 1
+    """Micro-batches of a step: its batch is run in so many parts, one after another, which takes
+    the memory of one of them and gives the same gradients. data.batch_size is that of the step."""
     mesh: MeshConfig = MeshConfig()
     """Devices."""
     precision: PrecisionConfig = PrecisionConfig()
@@ -251,12 +260,14 @@ class RunConfig:
             self.name,
             "it names a folder under log.dir: give a plain name, and the place as --log.dir",
         )
+        _require_at_least(1, "accumulate", self.accumulate)
+        parts = self.mesh.num_devices * self.accumulate
         _require(
-            self.data.batch_size % self.mesh.num_devices == 0,
+            self.data.batch_size % parts == 0,
             "data.batch_size",
             self.data.batch_size,
-            f"give a multiple of mesh.data * mesh.fsdp = {self.mesh.num_devices}: "
-            "every device takes the same number of sequences",
+            f"give a multiple of mesh.data * mesh.fsdp * accumulate = {parts}: "
+            "every device takes the same number of sequences in every micro-batch",
         )
         _require(
             self.data.sequence_length % self.model.num_loss_tiles == 0,
@@ -279,6 +290,13 @@ class RunConfig:
             "of them, or --resume auto",
         )
         self._check_held_out()
+        _require(
+            self.attention == "kernel" or not self.recompute.startswith("save_"),
+            "recompute",
+            self.recompute,
+            "only the attention kernel has a result to keep: give --attention kernel, or "
+            "--recompute full",
+        )
         if self.dispatch == "kernel" and (reason := self._why_no_kernel()):
             raise ValueError(f"dispatch = 'kernel': {reason}, or give --dispatch auto")
 

@@ -10,9 +10,11 @@ from typing import Any
 from rich.console import Console
 
 from torch_gemma4.accounting import parameter_table, state_bytes, training_flops
+from torch_gemma4.recompute_cost import recompute_cost
 from train.config import RunConfig
 from train.tables import format_bytes, sharding_view, text_table
 
+_FLOP_KINDS = ("forward", "training", "recomputed")
 _COMPUTE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
@@ -21,15 +23,21 @@ def collect_info(config: RunConfig) -> dict[str, Any]:
     FLOPs of one optimizer step (see `torch_gemma4.accounting` for what they count)."""
     from train.sharding import sharding_table
 
-    flops = training_flops(
+    compute_bytes = _COMPUTE_BYTES[config.precision.compute]
+    step = {
+        "sequence_length": config.data.sequence_length,
+        "sequences_per_chip": config.data.batch_size // config.mesh.num_devices,
+    }
+    flops = training_flops(config.model, **step)
+    recompute = recompute_cost(
         config.model,
-        sequence_length=config.data.sequence_length,
-        sequences_per_chip=config.data.batch_size // config.mesh.num_devices,
+        config.recompute,
+        micro_batches=config.accumulate,
+        compute_bytes=compute_bytes,
+        **step,
     )
     # State is sharded over fsdp and repeated over data.
-    state = state_bytes(
-        config.model, config.mesh.fsdp, compute_bytes=_COMPUTE_BYTES[config.precision.compute]
-    )
+    state = state_bytes(config.model, config.mesh.fsdp, compute_bytes=compute_bytes)
     return {
         "name": config.name,
         "mesh": dict(config.mesh.axes),
@@ -40,10 +48,23 @@ def collect_info(config: RunConfig) -> dict[str, Any]:
         },
         "flops_per_chip": {
             **{
-                part.part: {"forward": part.forward, "training": part.training}
+                part.part: {
+                    "forward": part.forward,
+                    "training": part.training,
+                    "recomputed": recompute.flops.get(part.part, 0),
+                }
                 for part in flops.parts
             },
-            "total": {"forward": flops.forward, "training": flops.training},
+            "total": {
+                "forward": flops.forward,
+                "training": flops.training,
+                "recomputed": recompute.total_flops,
+            },
+        },
+        "recompute": {
+            "policy": config.recompute,
+            "flops_per_chip": recompute.total_flops,
+            "kept_bytes_per_chip": recompute.kept_bytes,
         },
         "bytes_per_chip": {**asdict(state), "persistent": state.persistent},
         "sharding": [asdict(row) for row in sharding_table(config.model, config.mesh)],
@@ -74,9 +95,9 @@ def print_info(config: RunConfig, *, as_json: bool = False, console: Console | N
         ),
         text_table(
             "TFLOP of a step on one chip",
-            ("", "forward", "forward + backward"),
+            ("", "forward", "forward + backward", "run again"),
             [
-                (part, f"{row['forward'] / 1e12:,.3f}", f"{row['training'] / 1e12:,.3f}")
+                (part, *(f"{row[kind] / 1e12:,.3f}" for kind in _FLOP_KINDS))
                 for part, row in info["flops_per_chip"].items()
             ],
         ),
@@ -84,8 +105,14 @@ def print_info(config: RunConfig, *, as_json: bool = False, console: Console | N
             "State of one chip",
             ("", "bytes"),
             [
-                (name.replace("_", " "), format_bytes(size))
-                for name, size in info["bytes_per_chip"].items()
+                *(
+                    (name.replace("_", " "), format_bytes(size))
+                    for name, size in info["bytes_per_chip"].items()
+                ),
+                (
+                    f"kept by layers, recompute {config.recompute}",
+                    format_bytes(info["recompute"]["kept_bytes_per_chip"]),
+                ),
             ],
         ),
         sharding_view(sharding_table(config.model, config.mesh)),

@@ -91,8 +91,9 @@ def _train(
         notice = stack.enter_context(PreemptionNotice())
         metrics.print(f"metrics, TensorBoard scalars and config go to {directory}\n")
         print_plan(config, mesh, console)
-        train_step = make_train_step(model, optimizer, mesh)
-        evaluator = Evaluator(config, data, mesh, make_eval_step(model))
+        train_step = make_train_step(model, optimizer, mesh, config.accumulate)
+        eval_step = make_eval_step(model, mesh, config.accumulate)
+        evaluator = Evaluator(config, data, mesh, eval_step)
         sampler = None
         if data.tokenizer is not None:
             sampler = Sampler(config, data.tokenizer, mesh, make_logits_step(model, mesh))

@@ -1,11 +1,10 @@
-"""AdamW, the learning-rate schedule and clipping, on device tensors: no value is read back.
+"""AdamW and clipping, on device tensors: no value is read back.
 
 The step count and the learning rate are tensors, so no step compiles anew.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from train.guards import Guards
+from train.schedule import learning_rate
 
 if TYPE_CHECKING:
     from train.config import OptimConfig
@@ -20,23 +20,6 @@ if TYPE_CHECKING:
 
 def _zeros_like(name: str, like: Tensor) -> Tensor:
     return torch.zeros_like(like, dtype=torch.float32)
-
-
-def learning_rate(step: Tensor, config: OptimConfig, num_steps: int) -> Tensor:
-    """The rate of optimizer step `step` (1, 2, ..., num_steps; any shape and dtype), as float32 of
-    that shape.
-
-    Linear warm-up from 0, reaching the peak at step warmup_steps (0: at the peak from the start);
-    then constant, or half a cosine down to min_lr_ratio of the peak at num_steps.
-    """
-    step = step.to(torch.float32)
-    peak, warmup = config.learning_rate, config.warmup_steps
-    rise = (step / max(1, warmup)).clamp(max=1.0)
-    if config.schedule == "constant":
-        return peak * rise
-    progress = ((step - warmup) / max(1, num_steps - warmup)).clamp(0.0, 1.0)
-    fall = 0.5 * (1 + torch.cos(math.pi * progress))
-    return peak * rise * (config.min_lr_ratio + (1 - config.min_lr_ratio) * fall)
 
 
 def global_norm(tensors: list[Tensor]) -> Tensor:

@@ -52,7 +52,7 @@ def print_plan(config: RunConfig, mesh: DeviceMesh, console: Console) -> None:
         "parameters": f"{parameters.total:,} in all, {parameters.active:,} active a token",
         "a step": f"{format_flops(flops.training)} a device (forward and backward)",
         "dtypes": f"parameters float32, compute {precision.compute}, reduce {precision.reduce}",
-        "layers": f"{config.layers}, {'recomputed' if config.recompute else 'activations kept'}",
+        "layers": f"{config.layers}, recompute {config.recompute}",
         **implementations(runtime_target(), config.attention, *config.dispatch_in_force),
     }
     for fact in facts.items():

@@ -39,7 +39,7 @@ def gemma4_26b_a4b() -> RunConfig:
         name="gemma4_26b_a4b",
         model=model,
         steps=10_000,
-        recompute=True,
+        recompute="full",
         mesh=MeshConfig(platform="tpu", fsdp=128),
         data=DataConfig(sequence_length=16_384, batch_size=256),
         optim=OptimConfig(learning_rate=3e-4, warmup_steps=500),

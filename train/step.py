@@ -11,15 +11,13 @@ import torch
 import torch_xla
 from torch import Tensor
 
+from train.micro_batches import Batch, MicroBatches
 from train.optim import clip_by_global_norm, global_norm
 
 if TYPE_CHECKING:
     from torch_gemma4.model import Gemma4ForCausalLM
     from train.mesh import MeshLayout
     from train.optim import AdamW
-
-Batch = dict[str, Tensor]
-"""int32 [B, S]: input_ids, labels, segment_ids, and positions if these restart."""
 
 
 class TrainStep:
@@ -29,8 +27,8 @@ class TrainStep:
     """What the last call spent in Python, recording the graph: a TPU runs the step before
     meanwhile."""
 
-    def __init__(self, model: Gemma4ForCausalLM, optimizer: AdamW, mesh: MeshLayout) -> None:
-        step = functools.partial(self._trace, model, optimizer, mesh)
+    def __init__(self, micro_batches: MicroBatches, optimizer: AdamW, mesh: MeshLayout) -> None:
+        step = functools.partial(self._trace, micro_batches, optimizer, mesh)
         self._compiled = torch_xla.compile(step, full_graph=True, name="train_step")
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
@@ -43,17 +41,18 @@ class TrainStep:
         return metrics
 
 
-def make_train_step(model: Gemma4ForCausalLM, optimizer: AdamW, mesh: MeshLayout) -> TrainStep:
-    """The compiled training step of a model and its optimizer."""
-    return TrainStep(model, optimizer, mesh)
+def make_train_step(
+    model: Gemma4ForCausalLM, optimizer: AdamW, mesh: MeshLayout, accumulate: int = 1
+) -> TrainStep:
+    """The compiled training step of a model and its optimizer, `accumulate` micro-batches each."""
+    return TrainStep(MicroBatches(model, mesh, accumulate), optimizer, mesh)
 
 
 def train_step(
-    model: Gemma4ForCausalLM, optimizer: AdamW, mesh: MeshLayout, batch: Batch
+    micro_batches: MicroBatches, optimizer: AdamW, mesh: MeshLayout, batch: Batch
 ) -> dict[str, Tensor]:
     """What training is: forward, backward, clip, update. Returns metrics as lazy tensors."""
-    output = model.loss(**batch)
-    output.loss.backward()
+    output = micro_batches.backward(batch)
     grads = list(optimizer.gradients().values())
     grad_norm = clip_by_global_norm(grads, optimizer.config.clip_norm)
     rate = optimizer.step(optimizer.guards.accept(grad_norm))
@@ -61,20 +60,22 @@ def train_step(
     with torch.no_grad():
         parameter_norm = global_norm(list(optimizer.parameters.values()))
     metrics = {"grad_norm": grad_norm, "parameter_norm": parameter_norm, "learning_rate": rate}
-    metrics |= _reported(output)
+    metrics |= {name: part for name, part in output._asdict().items() if part is not None}
     metrics |= optimizer.guards.metrics()
     for parameter in optimizer.parameters.values():
         parameter.grad = None
     return metrics
 
 
-def make_eval_step(model: Gemma4ForCausalLM) -> Callable[[Batch], dict[str, Tensor]]:
-    """The held-out loss of a batch: cross entropy (mean over valid tokens) and how many those
-    are."""
+def make_eval_step(
+    model: Gemma4ForCausalLM, mesh: MeshLayout, accumulate: int = 1
+) -> Callable[[Batch], dict[str, Tensor]]:
+    """The held-out loss of a batch, `accumulate` micro-batches: cross entropy (mean over valid
+    tokens) and how many those are."""
+    micro_batches = MicroBatches(model, mesh, accumulate)
 
     def eval_step(batch: Batch) -> dict[str, Tensor]:
-        with torch.no_grad():
-            output = model.loss(**batch)
+        output = micro_batches.losses(batch)
         return {"loss": output.cross_entropy, "num_valid": output.num_valid}
 
     return torch_xla.compile(eval_step, full_graph=True, name="eval_step")
@@ -94,13 +95,6 @@ def make_logits_step(
         return mesh.annotate(logits, (None, None))
 
     return torch_xla.compile(logits_step, full_graph=True, name="logits_step")
-
-
-def _reported(output) -> dict[str, Tensor]:
-    names = ("loss", "cross_entropy", "num_valid", "z_loss", "load_balance_loss")
-    names += ("router_z_loss", "expert_load", "router_entropy")
-    values = {name: getattr(output, name) for name in names}
-    return {name: value.detach() for name, value in values.items() if value is not None}
 
 
 def _pin_state(optimizer: AdamW, mesh: MeshLayout) -> None:

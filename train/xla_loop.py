@@ -16,8 +16,6 @@ torch_gemma4/execution.py, `recompute`). Invariants:
 
 - a saved value that is a parameter or a constant is never stacked: the backward loop reads it
   again;
-- the counter is s32 and its bound a literal, so XLA knows the trip count (torch_xla's own `scan`
-  passes it as data, and loop passes that need it do not fire);
 - the forward body lives in one `while` and the recomputed body in another, so the compiler cannot
   merge them and undo the recomputation: no optimization barrier is needed.
 
@@ -28,16 +26,16 @@ constants and get no gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 import torch_xla
-import torch_xla.core.xla_builder as xb
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from torch_gemma4.execution import Body
+from train.xla_while import Computation, lower, placeholder, while_loop
 
 _XLAC = torch_xla._XLAC
 
@@ -46,28 +44,14 @@ GradAnnotation = Callable[[str, Tensor], Tensor]
 
 
 @dataclass
-class _Computation:
-    """One lowered body and where each of its parameters comes from."""
-
-    computation: object
-    """The body as an XLA computation: parameters -> (carry, rows)."""
-    sources: list[tuple[str, int]]
-    """Per parameter: (group, index) with group one of carry, row, constant, hoisted."""
-    hoisted: list[Tensor]
-    """Device data the trace captured (lifted scalars, small tables)."""
-    row_shapes: list[tuple[tuple[int, ...], torch.dtype]]
-    """Shape and dtype of every per-iteration output, in order."""
-
-
-@dataclass
 class _Trace:
     """A body traced for one signature."""
 
-    forward: _Computation
+    forward: Computation
     """Rows: the body's outputs, then saved values."""
     num_outputs: int
     """How many of those rows are outputs."""
-    backward: _Computation | None = None
+    backward: Computation | None = None
     """Carry: the carry's gradient; rows: gradients of parameters. None without gradients."""
     grad_outputs: list[int] = field(default_factory=list)
     """Outputs that carry a gradient."""
@@ -79,102 +63,6 @@ def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _placeholder(like: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-    return xb.create_placeholder_tensor(tuple(like.shape if shape is None else shape), like.dtype)
-
-
-def _lower(
-    name: str, outputs: list[Tensor], groups: dict[str, list[Tensor]], num_carry: int
-) -> _Computation:
-    """Lowers traced `outputs`, `num_carry` of carry and then rows, to a computation over the
-    placeholders in `groups`."""
-    context = _XLAC.lowering.LoweringContext(name)
-    context.set_name_string(name)
-    context.build(outputs)
-    by_id = {}
-    for group, tensors in groups.items():
-        for index, tensor in enumerate(tensors):
-            parameter = context.tensor_parameter_id(tensor)
-            if parameter != -1:
-                by_id[parameter] = (group, index)
-    hoisted = []
-    for parameter, tensor in context.device_parameter_id_tensor_mapping().items():
-        if parameter not in by_id:
-            by_id[parameter] = ("hoisted", len(hoisted))
-            hoisted.append(tensor.to(torch_xla.device()))
-    assert sorted(by_id) == list(range(len(by_id))), "every HLO parameter has a source"
-    return _Computation(
-        computation=xb.computation_from_module_proto(name, context.hlo()),
-        sources=[by_id[i] for i in range(len(by_id))],
-        hoisted=hoisted,
-        row_shapes=[(tuple(t.shape), t.dtype) for t in outputs[num_carry:]],
-    )
-
-
-def _s32(builder: object, value: int) -> xb.Op:
-    return xb.Op.scalar(builder, value, dtype=xb.Type.S32)
-
-
-def _while(
-    body: _Computation,
-    carry: Sequence[Tensor],
-    rows: Sequence[Tensor],
-    constants: Sequence[Tensor],
-    num_iterations: int,
-    *,
-    reverse: bool,
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Emits the `while`: (final carry, the body's rows stacked on dim 0)."""
-    builder = xb.create_builder("layer_loop")
-    inputs = [*carry, *rows, *constants, *body.hoisted]
-    params = [xb.mkparam(builder, i, xb.tensor_shape(t)) for i, t in enumerate(inputs)]
-    first_row = 1 + len(carry)
-    first_constant = first_row + len(rows)
-    first_hoisted = first_constant + len(constants)
-    first_output = first_hoisted + len(body.hoisted)
-    start = {"carry": 1, "constant": first_constant, "hoisted": first_hoisted}
-    outputs = []
-    for shape, dtype in body.row_shapes:
-        zero = xb.Op.scalar(builder, 0, dtype=xb.Op.from_torch_type(dtype))
-        outputs.append(zero.broadcast((num_iterations, *shape)))
-
-    def condition(counter: xb.Op, *_: xb.Op) -> xb.Op:
-        return counter < _s32(counter.builder(), num_iterations)
-
-    def step(*state: xb.Op) -> tuple[xb.Op, ...]:
-        counter = state[0]
-        inner = counter.builder()
-        index = _s32(inner, num_iterations - 1) - counter if reverse else counter
-        zero = _s32(inner, 0)
-
-        def row(stacked: xb.Op) -> xb.Op:
-            sizes = list(stacked.shape().sizes)
-            sliced = stacked.dynamic_slice([index] + [zero] * (len(sizes) - 1), [1, *sizes[1:]])
-            return sliced.reshape(sizes[1:])
-
-        arguments = [
-            row(state[first_row + i]) if group == "row" else state[start[group] + i]
-            for group, i in body.sources
-        ]
-        result = xb.Op.call(body.computation, arguments, builder=inner)
-        new = list(state)
-        new[0] = counter + _s32(inner, 1)
-        for i in range(len(carry)):
-            new[1 + i] = result.get_tuple_element(i)
-        for i, (shape, _) in enumerate(body.row_shapes):
-            update = result.get_tuple_element(len(carry) + i).broadcast([1])
-            at = [index] + [zero] * len(shape)
-            new[first_output + i] = state[first_output + i].dynamic_update_slice(update, at)
-        return tuple(new)
-
-    loop = xb.Op.mkwhile([_s32(builder, 0), *params, *outputs], condition, step)
-    kept = [1 + i for i in range(len(carry))]
-    kept += [first_output + i for i in range(len(body.row_shapes))]
-    root = xb.Op.tuple([loop.get_tuple_element(i) for i in kept], builder=builder)
-    results = _XLAC._xla_user_computation("xla::layer_loop", inputs, root.build("layer_loop"))
-    return list(results[: len(carry)]), list(results[len(carry) :])
-
-
 class _LoopFunction(torch.autograd.Function):
     """The two loops of a trace as one differentiable function. Twice differentiating it raises
     RuntimeError."""
@@ -182,7 +70,7 @@ class _LoopFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, trace: _Trace, num_iterations: int, num_constants: int, carry, *tensors):
         constants, params = tensors[:num_constants], tensors[num_constants:]
-        (carry_out,), rows = _while(
+        (carry_out,), rows = while_loop(
             trace.forward, [carry], params, constants, num_iterations, reverse=False
         )
         outputs, stacked = rows[: trace.num_outputs], rows[trace.num_outputs :]
@@ -201,7 +89,7 @@ class _LoopFunction(torch.autograd.Function):
         num_tensors = len(saved) - (len(trace.forward.row_shapes) - trace.num_outputs)
         constants, params = saved[:num_constants], saved[num_constants:num_tensors]
         rows = [*params, *saved[num_tensors:], *(grads[i] for i in trace.grad_outputs)]
-        (grad_carry,), grad_rows = _while(
+        (grad_carry,), grad_rows = while_loop(
             trace.backward, [grad_carry], rows, constants, ctx.num_iterations, reverse=True
         )
         grad_params: list[Tensor | None] = [None] * len(params)
@@ -221,9 +109,9 @@ def _trace_body(
     """Runs the body once on placeholders shaped as the arguments (params as one row of theirs), and
     its backward pass if `with_grad`, and lowers both."""
     names = list(params)
-    carry_in = _placeholder(carry)
-    constants_in = [_placeholder(t) for t in constants]
-    params_in = [_placeholder(t, t.shape[1:]) for t in params.values()]
+    carry_in = placeholder(carry)
+    constants_in = [placeholder(t) for t in constants]
+    params_in = [placeholder(t, t.shape[1:]) for t in params.values()]
     forward_groups = {"carry": [carry_in], "row": params_in, "constant": constants_in}
 
     if not with_grad:
@@ -232,12 +120,12 @@ def _trace_body(
                 carry_in, dict(zip(names, params_in, strict=True)), tuple(constants_in)
             )
         _check_carry(carry_in, carry_out)
-        forward = _lower("layer_forward", [carry_out, *outputs], forward_groups, 1)
+        forward = lower("layer_forward", [carry_out, *outputs], forward_groups, 1)
         return _Trace(forward, len(outputs))
 
     carry_in.requires_grad_()
-    for placeholder, tensor in zip(params_in, params.values(), strict=True):
-        placeholder.requires_grad_(tensor.requires_grad)
+    for param_in, param in zip(params_in, params.values(), strict=True):
+        param_in.requires_grad_(param.requires_grad)
 
     # Identity of a saved value: torch_xla gives every lazy tensor an id that autograd's aliases
     # share.
@@ -261,7 +149,7 @@ def _trace_body(
         if slot not in replay:
             group, index = slot
             values = {"param": params_in, "constant": constants_in, "stacked": stacked}[group]
-            replay[slot] = _placeholder(values[index])
+            replay[slot] = placeholder(values[index])
         return replay[slot]
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
@@ -269,12 +157,12 @@ def _trace_body(
             carry_in, dict(zip(names, params_in, strict=True)), tuple(constants_in)
         )
     _check_carry(carry_in, carry_out)
-    forward = _lower("layer_forward", [carry_out, *outputs, *stacked], forward_groups, 1)
+    forward = lower("layer_forward", [carry_out, *outputs, *stacked], forward_groups, 1)
 
     grad_outputs = [i for i, t in enumerate(outputs) if t.requires_grad]
     grad_params = [i for i, t in enumerate(params_in) if t.requires_grad]
-    grad_carry = _placeholder(carry_out)
-    cotangents = [_placeholder(outputs[i]) for i in grad_outputs]
+    grad_carry = placeholder(carry_out)
+    cotangents = [placeholder(outputs[i]) for i in grad_outputs]
     grads = torch.autograd.grad(
         [carry_out, *(outputs[i] for i in grad_outputs)],
         [carry_in, *(params_in[i] for i in grad_params)],
@@ -294,7 +182,7 @@ def _trace_body(
         return [unpack((group, i)) for i in range(count)]
 
     backward_rows = slots("param", len(params_in)) + slots("stacked", len(stacked)) + cotangents
-    backward = _lower(
+    backward = lower(
         "layer_backward",
         grads,
         {
@@ -374,7 +262,7 @@ class XlaLoop:
             self._traces[key] = trace
         trace = self._traces[key]
         if not with_grad:
-            (carry_out,), outputs = _while(
+            (carry_out,), outputs = while_loop(
                 trace.forward,
                 [carry],
                 list(params.values()),

@@ -2,12 +2,14 @@
 
 import copy
 import pickle
-from unittest.mock import Mock
+from functools import partial
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 
-from torch_gemma4 import Execution, Gemma4ForCausalLM
+from pallas_ops.attention import reference
+from torch_gemma4 import Execution, Gemma4ForCausalLM, Precision, init_parameters
 from torch_gemma4.presets import micro
 from torch_gemma4.recompute import recompute_layer
 
@@ -150,3 +152,53 @@ def test_a_recomputed_model_is_copied_and_pickled_whole():
 def test_the_layer_keeps_its_name_and_words():
     assert recompute_layer(body).__name__ == "body"
     assert recompute_layer(body).__doc__ == body.__doc__
+
+
+# Policies that keep results
+
+
+def policy_run(policy):
+    """Losses and gradients of a model of 4 local and 2 global layers, and how often its attention
+    ran in forward and in all."""
+    recompute = None if policy is None else partial(recompute_layer, policy=policy)
+    execution = Execution(Precision.uniform(torch.float32), attention="kernel", recompute=recompute)
+    model = Gemma4ForCausalLM(micro(), execution)
+    init_parameters(model, seed=0)
+    ids = torch.arange(32).view(2, 16) % 60
+    with patch.object(reference, "attention", wraps=reference.attention) as attention:
+        output = model.loss(ids, ids)
+        forward = attention.call_count
+        output.loss.backward()
+    grads = {name: p.grad for name, p in model.named_parameters()}
+    return (output, grads), (forward, attention.call_count)
+
+
+@pytest.mark.parametrize(
+    ("policy", "calls"), [("full", 12), ("save_global_attention", 10), ("save_attention", 6)]
+)
+def test_kept_attention_does_not_run_again_and_no_bit_changes(policy, calls):
+    expected, _ = policy_run(None)
+    found, counted = policy_run(policy)
+    assert counted == (6, calls)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_a_policy_keeps_what_the_ops_backward_reads_and_nothing_else():
+    saved = []
+    execution = Execution(
+        Precision.uniform(torch.float32),
+        attention="kernel",
+        recompute=partial(recompute_layer, policy="save_attention"),
+    )
+    model = Gemma4ForCausalLM(micro(), execution)
+    init_parameters(model, seed=0)
+    layer = model.stack._bodies[0]
+    template = model.stack.templates[0]
+    params = {n: torch.randn(p.shape, requires_grad=True) for n, p in template.named_parameters()}
+    x = torch.randn(2, 16, 32)
+    tables = [torch.randn(16, 1, template.attention.spec.head_dim // 2) for _ in range(4)]
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        layer(x, params, tuple(tables))
+    added = [tuple(t.shape) for t in saved[1 + len(params) + len(tables) :]]
+    spec, heads = template.attention.spec, micro().num_attention_heads
+    assert added == [(2, 16, heads, spec.head_dim), (2, heads, 16)]

@@ -1,8 +1,8 @@
 """Trains a micro model on a virtual mesh in a process of its own, and saves what the mesh tests
 compare.
 
-    python -m tests.train.mesh_worker OUT.npz --fsdp 4 [--data 1] --layers scan --recompute --steps
-    20
+    python -m tests.train.mesh_worker OUT.npz --fsdp 4 [--data 1] --layers scan --recompute full
+    --steps 20
 
 Arrays: losses [steps]; grad/<parameter> of the first step, before clipping; stored as text:
 spec/<parameter>, the sharding of each gradient, and shape facts of the lowered step under hlo.
@@ -22,8 +22,9 @@ def main() -> None:
     parser.add_argument("--fsdp", type=int, default=1)
     parser.add_argument("--data", type=int, default=1)
     parser.add_argument("--layers", default="scan")
-    parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--recompute", default="none")
     parser.add_argument("--attention", default="einsum")
+    parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--fsdpv2", action="store_true")
     arguments = parser.parse_args()
@@ -46,6 +47,7 @@ def main() -> None:
         layers=arguments.layers,
         recompute=arguments.recompute,
         attention=arguments.attention,
+        accumulate=arguments.accumulate,
         mesh=MeshConfig(fsdp=arguments.fsdp, data=arguments.data),
         precision=PrecisionConfig(compute="float32"),
         data=DataConfig(sequence_length=32, batch_size=8),
@@ -80,6 +82,7 @@ def _train(config) -> dict[str, np.ndarray]:
 
     from train.build import build_model, decays, sharded_zeros
     from train.mesh import DeviceMesh
+    from train.micro_batches import MicroBatches
     from train.optim import AdamW
     from train.step import make_train_step
 
@@ -91,7 +94,8 @@ def _train(config) -> dict[str, np.ndarray]:
     stream = list(batches(config))
 
     # Gradients as the backward pass leaves them, before the step states where they belong.
-    model.loss(**mesh.place_batch(stream[0])).loss.backward()
+    micro_batches = MicroBatches(model, mesh, config.accumulate)
+    micro_batches.backward(mesh.place_batch(stream[0]))
     grads = {name: p.grad for name, p in parameters.items()}
     torch_xla.sync()
     spec_of = torch_xla._XLAC._get_xla_sharding_spec
@@ -102,11 +106,15 @@ def _train(config) -> dict[str, np.ndarray]:
         results[f"spec/{name}"] = np.array(f"{spec_of(grad)} | {spec_of(parameters[name])}")
         parameters[name].grad = None
 
-    step = make_train_step(model, optimizer, mesh)
+    step = make_train_step(model, optimizer, mesh, config.accumulate)
     losses, compilations = [], []
     for batch in stream:
-        losses.append(step(mesh.place_batch(batch))["loss"])
+        metrics = step(mesh.place_batch(batch))
+        if not losses:
+            first = {f"metric/{name}": tensor.cpu().numpy() for name, tensor in metrics.items()}
+        losses.append(metrics["loss"])
         compilations.append(int(counters.counter_value("UncachedCompile")))
+    results |= first
     results["losses"] = np.array([float(loss.cpu()) for loss in losses])
     results["compilations"] = np.array(compilations)
     results["state_spec"] = np.array(

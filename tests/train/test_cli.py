@@ -26,7 +26,7 @@ def test_any_field_can_be_overridden():
         Run,
         [
             *("--optim.learning_rate", "0.5", "--data.path", "a", "b", "--model.num-experts", "16"),
-            *("--preset=cpu_tiny", "--model.final_logit_softcapping", "None", "--recompute"),
+            *("--preset=cpu_tiny", "--model.final_logit_softcapping", "None", "--recompute=full"),
             *(
                 "--model.rope_full.theta",
                 "5e5",
@@ -43,7 +43,7 @@ def test_any_field_can_be_overridden():
     assert config.model.num_experts == 16
     assert config.model.final_logit_softcapping is None
     assert config.model.rope_full.theta == 5e5
-    assert config.recompute and not config.log.tensorboard
+    assert config.recompute == "full" and not config.log.tensorboard
     assert config.data.batch_size == PRESETS["cpu_tiny"]().data.batch_size
 
 

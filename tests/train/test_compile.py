@@ -211,7 +211,7 @@ def test_a_tiny_step_compiles_for_eight_chips(tmp_path):
     environment = dict(os.environ)
     for variable in ("PJRT_DEVICE", "CPU_NUM_DEVICES", "JAX_PLATFORMS", "XLA_FLAGS"):
         environment.pop(variable, None)
-    options = "--preset cpu_tiny --topology v6e-8 --precision.compute bfloat16 --recompute"
+    options = "--preset cpu_tiny --topology v6e-8 --precision.compute bfloat16 --recompute full"
     done = subprocess.run(
         [sys.executable, "-m", "train", "compile", *options.split(), "--out", str(tmp_path)],
         capture_output=True,

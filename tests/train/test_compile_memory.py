@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from torch_gemma4.accounting import state_bytes
 from train.compile.assignment import LiveBuffer, parse_assignment
 from train.compile.buffers import Buffer, buffers_at_peak, buffers_of_message, our_name
 from train.compile.command import on_topology, refusal
@@ -197,6 +198,8 @@ def test_the_report_of_a_refusal():
     assert not report["fits"]
     assert report["memory"]["exceeded"] == report["memory"]["peak"] - report["memory"]["available"]
     assert [buffer["count"] for buffer in report["largest_buffers"]] == [1, 2, 1]
+    assert report["recompute"]["policy"] == "full"
+    assert report["recompute"]["counted_flops"] == pytest.approx(923.287e12, rel=1e-5)
     assert len(report["remedies"]) == 3
     assert all(remedy["saved_bytes"] > 0 for remedy in report["remedies"])
 
@@ -212,18 +215,18 @@ def remedies_of(config, topology="v6e-8", used=10**9, count=99):
 def test_what_is_done_already_is_no_remedy():
     everything = remedies_of(cpu_tiny())
     assert set(everything) == {
-        *("--data.batch_size", "--model.num_loss_tiles", "--recompute", "--attention"),
+        *("--accumulate", "--model.num_loss_tiles", "--recompute", "--attention"),
         *("--precision.compute", "--topology"),
     }
     config = cpu_tiny()
     done = replace(
         config,
-        recompute=True,
+        recompute="full",
         attention="kernel",
         precision=replace(config.precision, compute="bfloat16"),
     )
     assert set(remedies_of(done)) == {
-        *("--data.batch_size", "--model.num_loss_tiles", "--precision.reduce", "--topology")
+        *("--accumulate", "--model.num_loss_tiles", "--precision.reduce", "--topology")
     }
 
 
@@ -237,17 +240,40 @@ def test_the_arithmetic_of_savings():
     tiles = found["--model.num_loss_tiles"]
     assert tiles.options == "--model.num_loss_tiles 2"
     assert tiles.saved_bytes == 2 * 128 * model.vocab_size * (4 + 4) // 2
-    batch = found["--data.batch_size"]
-    assert batch.options == "--data.batch_size 8"
-    assert 0.9 * 10**9 / 2 < batch.saved_bytes < 10**9 / 2
+    half = found["--accumulate"]
+    assert half.options == "--accumulate 2"
+    assert 0.9 * 10**9 / 2 < half.saved_bytes < 10**9 / 2
     assert found["--topology"].options == "--topology v6e-16 --data.batch_size 32"
+
+
+def test_a_batch_that_is_cut_already_can_be_cut_again():
+    config = replace(cpu_tiny(), accumulate=2)
+    whole = replace(config, data=replace(config.data, batch_size=32))
+    found = remedies_of(whole)  # 4 sequences of 128 on each of 8 chips, 2 at a time
+    assert found["--accumulate"].options == "--accumulate 4"
+    # No sums of gradients beside those that are there.
+    before = remedies_of(cpu_tiny())["--accumulate"].saved_bytes
+    gradients = state_bytes(config.model, 8).gradients
+    assert found["--accumulate"].saved_bytes - before == pytest.approx(gradients, abs=2)
+    assert found["--topology"].options == "--topology v6e-16 --data.batch_size 64"
+    tiles = remedies_of(cpu_tiny())["--model.num_loss_tiles"]
+    assert found["--model.num_loss_tiles"].saved_bytes == tiles.saved_bytes
+
+
+def test_what_a_policy_keeps_can_be_run_again():
+    config = replace(cpu_tiny(), attention="kernel", recompute="save_attention")
+    found = remedies_of(config)["--recompute"]
+    assert found.options == "--recompute full"
+    tokens, heads = 2 * 128, config.model.num_attention_heads
+    kept = sum(heads * (spec.head_dim + 1) * 4 for spec in config.model.layers)
+    assert found.saved_bytes == tokens * kept
 
 
 def test_an_odd_number_of_sequences_is_shortened():
     config = cpu_tiny()
     one = replace(config, data=replace(config.data, batch_size=8))
     found = remedies_of(one)
-    assert "--data.batch_size" not in found
+    assert "--accumulate" not in found
     assert found["--data.sequence_length"].options == "--data.sequence_length 64"
 
 

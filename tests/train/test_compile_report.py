@@ -64,19 +64,26 @@ def report(**changes):
             }
         ],
         "modelled_step_s": 0.375,
+        "rerun_s": 0.0625,
+        "recompute": {
+            "policy": "save_attention",
+            "flops": 2 * 10**12,
+            "counted_flops": 8 * 10**12,
+            "kept_bytes": 10**9,
+        },
         "modelled_tokens_per_s": 1000.0,
         "modelled_mfu": 0.25,
         "unknowns": ["waits", "a | b"],
         "flags": [{"name": "xla_a", "value": "1", "reason": "why not"}],
         "versions": {"libtpu": "0.0.21"},
-        "config": {"mesh": {"fsdp": 8}, "recompute": True},
+        "config": {"mesh": {"fsdp": 8}, "recompute": "full"},
     } | changes
 
 
 REFUSED = report(
     fits=False,
     memory={"peak": 38 << 30, "available": 31 << 30, "exceeded": 7 << 30},
-    remedies=[{"options": "--recompute", "saved_bytes": 10**10, "because": "layers"}],
+    remedies=[{"options": "--recompute full", "saved_bytes": 10**10, "because": "layers"}],
     collectives=[],
     time_by_kind=[],
     kernels=[],
@@ -93,6 +100,11 @@ def rows(views, title):
 def test_every_part_of_a_report_is_told():
     views = report_views(report())
     assert rows(views, "small on v6e-8: fits")["peak"] == ("12.88 GB",)
+    again = rows(views, "Recomputation")
+    assert again["policy"] == ("save_attention",)
+    assert again["kept by layers for the backward pass, by arithmetic"] == ("1.00 GB",)
+    assert again["FLOPs run again, by arithmetic"] == ("2 TFLOP, 25.0% of those counted",)
+    assert again["modelled ms of layers run again, in the step below"] == ("62.5",)
     assert rows(views, "Largest buffers")["loss: mm"] == ("bf16[2,1024]", "16", "1.00 GB")
     assert rows(views, "Collectives")["all-gather"] == ("30", "1.00 GB", "8", "500.0")
     times = rows(views, "Modelled time")
@@ -108,7 +120,7 @@ def test_every_part_of_a_report_is_told():
 def test_a_refusal_is_told_with_its_remedies():
     views = report_views(REFUSED)
     assert rows(views, "small on v6e-8: DOES NOT FIT")["exceeded"] == ("7.52 GB",)
-    assert rows(views, "What would help")["--recompute"] == ("10.00 GB", "layers")
+    assert rows(views, "What would help")["--recompute full"] == ("10.00 GB", "layers")
     assert not any(view.title.startswith(("Modelled", "Collectives")) for view in views)
 
 
@@ -135,7 +147,7 @@ def test_two_reports_side_by_side():
         collectives=[{"kind": "all-reduce", "count": 2, "bytes": 10, "num_asynchronous": 0}],
         time_by_kind=[kind("attention", 0.5), kind("sorts", 0.0)],
         modelled_step_s=0.5,
-        config={"mesh": {"fsdp": 16}, "recompute": True},
+        config={"mesh": {"fsdp": 16}, "recompute": "full"},
     )
     views = compare_views(report(), faster, ("before", "after"))
     assert rows(views, "What differs") == {

@@ -227,6 +227,19 @@ def test_a_fused_product_decides_its_fusions_kind():
     assert work.kind == "loss"  # of what is inside
 
 
+def test_a_second_run_is_known_by_its_scope_and_by_a_product_within():
+    named = '%a), metadata={op_name="call.3/rerun.5/torch_gemma4.norm.7/aten__mul"}'
+    assert kinds.is_rerun(None, instruction(named))
+    assert not kinds.is_rerun(None, instruction(named.replace("rerun.5/", "")))
+    assert not kinds.is_rerun(None, instruction("%a)"))
+    (work,) = model(FUSED).work()
+    assert not work.is_rerun
+    (work,) = model(FUSED.replace("x/torch_gemma4.loss", "rerun.1/torch_gemma4.loss")).work()
+    assert work.is_rerun
+    (work,) = model(FUSED.replace("x/torch_gemma4.norm", "rerun.1/torch_gemma4.norm")).work()
+    assert not work.is_rerun  # its product is none
+
+
 def test_markers_and_waits_are_no_work():
     call = '%a), custom_call_target="AssumeGatherIndicesInBound"'
     assert not kinds.is_work(instruction(call, "custom-call"))

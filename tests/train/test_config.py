@@ -38,7 +38,17 @@ from train.presets import PRESETS, cpu_tiny
         (lambda: OptimConfig(warmup_steps=-1), r"optim\.warmup_steps = -1: give at least 0"),
         (lambda: OptimConfig(weight_decay=-0.1), r"optim\.weight_decay = -0\.1: give at least 0"),
         (lambda: OptimConfig(min_lr_ratio=1.5), r"optim\.min_lr_ratio = 1\.5: give a share"),
+        (lambda: OptimConfig(decay_share=-0.1), r"optim\.decay_share = -0\.1: give a share"),
         (lambda: OptimConfig(betas=(0.9, 1.0)), r"optim\.betas = \(0\.9, 1\.0\): give two decays"),
+        (lambda: _tiny(accumulate=0), r"accumulate = 0: give at least 1"),
+        (
+            lambda: _tiny(accumulate=8),
+            r"data\.batch_size = 16: give a multiple of .* \* accumulate = 32: every device",
+        ),
+        (
+            lambda: _tiny(recompute="save_attention"),
+            r"recompute = 'save_attention': only the attention kernel .*or --recompute full",
+        ),
         (lambda: LogConfig(heat_map_every=-1), r"log\.heat_map_every = -1: give at least 0"),
         (lambda: SampleConfig(every=-1), r"sample\.every = -1: give at least 0"),
         (
@@ -85,7 +95,7 @@ from train.presets import PRESETS, cpu_tiny
         ),
         (
             lambda: _tiny(data=DataConfig(batch_size=6)),
-            r"data\.batch_size = 6: give a multiple of mesh\.data \* mesh\.fsdp = 4",
+            r"data\.batch_size = 6: give a multiple of mesh\.data \* mesh\.fsdp \* accumulate = 4",
         ),
         (
             lambda: _tiny(model=replace(cpu_tiny().model, num_loss_tiles=3)),

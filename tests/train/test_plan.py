@@ -47,7 +47,7 @@ def test_what_is_in_force():
     total = sum(prod(row.shape) for row in sharding_table(cpu_tiny().model, cpu_tiny().mesh))
     assert row_of(text, "parameters").startswith(f"{total:,} in all, ")
     assert row_of(text, "dtypes") == "parameters float32, compute float32, reduce float32"
-    assert row_of(text, "layers") == "scan, activations kept"
+    assert row_of(text, "layers") == "scan, recompute none"
     assert row_of(text, "gmm, tgmm") == "Pallas, interpreted as HLO"
     in_force = implementations("cpu", cpu_tiny().attention, *cpu_tiny().dispatch_in_force)
     for op, implementation in in_force.items():
@@ -59,8 +59,8 @@ def test_what_is_in_force():
     assert row_of(text, "permute, combine") == "JAX, XLA gathers (rows are torch.float32)"
     by_kernel = row_of(printed(gemma4_26b_a4b()), "permute, combine")
     assert by_kernel == "Pallas, interpreted as HLO"  # this process has no TPU
-    recomputed = printed(replace(cpu_tiny(), layers="loop", recompute=True))
-    assert row_of(recomputed, "layers") == "loop, recomputed"
+    recomputed = printed(replace(cpu_tiny(), layers="loop", recompute="full"))
+    assert row_of(recomputed, "layers") == "loop, recompute full"
 
 
 @pytest.mark.parametrize("preset", [cpu_tiny, gemma4_26b_a4b])

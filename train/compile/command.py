@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from rich.console import Console
 
 from pallas_ops.chips import V6E
@@ -122,6 +123,7 @@ def refusal(
         "largest_buffers": [
             asdict(b) for b in buffers_of_message(exhausted.allocations, argument_names)
         ],
+        "recompute": _recomputation(config, topology.num_chips),
         "remedies": [asdict(remedy) for remedy in remedies],
         "collectives": [],
         "time_by_kind": [],
@@ -153,6 +155,7 @@ def _accept(
     assert program.assignment is not None, "compile_step gives one"
     buffers = buffers_at_peak(module, program.assignment.peak, step.argument_names)
     found = report.to_dict() | {"largest_buffers": [asdict(buffer) for buffer in buffers]}
+    found["recompute"] = _recomputation(config, topology.num_chips)
     if not is_modelled:
         found["unknowns"] = [f"every time: the model is v6e's, not {topology.chip.name}'s"]
         found["unknowns"] += report.unknowns
@@ -193,11 +196,32 @@ def _routing(config: RunConfig, num_chips: int) -> str | None:
     model = config.model
     if not model.enable_moe_block:
         return None
-    tokens = config.data.batch_size * config.data.sequence_length // num_chips
+    sequences = config.data.batch_size // (num_chips * config.accumulate)
+    tokens = sequences * config.data.sequence_length
     return (
         f"each of {tokens:,} tokens a chip chooses {model.top_k_experts} of {model.num_experts} "
         "experts uniformly at random, seed 0"
     )
+
+
+def _recomputation(config: RunConfig, num_chips: int) -> dict[str, Any]:
+    """What the policy keeps and runs again, by arithmetic."""
+    from torch_gemma4.recompute_cost import recompute_cost
+
+    cost = recompute_cost(
+        config.model,
+        config.recompute,
+        sequence_length=config.data.sequence_length,
+        sequences_per_chip=config.data.batch_size // num_chips,
+        micro_batches=config.accumulate,
+        compute_bytes=getattr(torch, config.precision.compute).itemsize,
+    )
+    return {
+        "policy": config.recompute,
+        "flops": cost.total_flops,
+        "counted_flops": _workload(config, num_chips).flops,
+        "kept_bytes": cost.kept_bytes,
+    }
 
 
 def _provenance(config: RunConfig) -> dict[str, Any]:

@@ -50,6 +50,8 @@ _MARKERS = {"AllocateBuffer", "AssumeGatherIndicesInBound", "ConcatBitcast"}
 _MARKERS |= {"X64SplitHigh", "X64SplitLow"}
 _SCOPE = re.compile(r"\b((?:torch_gemma4|pallas_ops|train)(?:\.[a-z_]\w*)+)\.\d+(?=/|$)")
 
+_RERUN = re.compile(r"(?:^|/)rerun\.\d+/")
+
 
 def is_work(instruction: Instruction) -> bool:
     """Whether an instruction takes time of its own."""
@@ -73,6 +75,13 @@ def kind_of(program: Program, instruction: Instruction) -> str:
     asked = [instruction, *_parts(program, instruction)]
     found = (kind_by_file(origin(each)) for each in asked)
     return next((kind for kind in found if kind is not None), OTHER)
+
+
+def is_rerun(program: Program, instruction: Instruction) -> bool:
+    """Whether it is a second run for the backward pass (scopes.py): by its product, if it holds
+    one, else by the name that the compiler gave it."""
+    products = [i for i in _parts(program, instruction) if i.opcode in _PRODUCTS]
+    return _RERUN.search((products or [instruction])[0].op_name) is not None
 
 
 def untrusted(program: Program, instruction: Instruction) -> str | None:

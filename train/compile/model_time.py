@@ -47,6 +47,8 @@ class Work:
     """Which Pallas call it is."""
     untrusted: str | None
     """Sort, gather or scatter, if it does one."""
+    is_rerun: bool
+    """Whether it runs a part of a layer again for the backward pass."""
 
     @property
     def count(self) -> int:
@@ -147,6 +149,7 @@ class StepModel:
             seconds,
             key,
             kinds.untrusted(program, instruction),
+            kinds.is_rerun(program, instruction),
         )
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch_gemma4.accounting import StateBytes, state_bytes
+from torch_gemma4.recompute_cost import recompute_cost
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,7 +67,8 @@ def _state(config: RunConfig) -> StateBytes:
 
 
 def _sequences(config: RunConfig) -> int:
-    return config.data.batch_size // config.mesh.num_devices
+    """Of a chip, in one micro-batch."""
+    return config.data.batch_size // (config.mesh.num_devices * config.accumulate)
 
 
 def _with_tokens(config: RunConfig, used_bytes: int) -> int:
@@ -79,10 +81,12 @@ def _with_tokens(config: RunConfig, used_bytes: int) -> int:
 def _tokens(config: RunConfig, used_bytes: int) -> Iterator[Remedy]:
     saved = _with_tokens(config, used_bytes) // 2
     if _sequences(config) % 2 == 0:
+        # The first cut adds sums of gradients beside those of the micro-batch at work.
+        sums = _state(config).gradients if config.accumulate == 1 else 0
         yield Remedy(
-            f"--data.batch_size {config.data.batch_size // 2}",
-            saved,
-            "half the sequences: half of all but state, gradients and gathered weights",
+            f"--accumulate {2 * config.accumulate}",
+            max(0, saved - sums),
+            "half the sequences at a time: half of all but state, gradients and gathered weights",
         )
     elif config.data.sequence_length % (2 * config.model.num_loss_tiles) == 0:
         yield Remedy(
@@ -107,20 +111,21 @@ def _loss_tiles(config: RunConfig) -> Iterator[Remedy]:
 
 
 def _recompute(config: RunConfig) -> Iterator[Remedy]:
-    if config.recompute:
+    if config.recompute == "full":
         return
-    model = config.model
-    elements = 0
-    for spec in model.layers:
-        heads = 2 * model.num_attention_heads + 2 * spec.num_kv_heads
-        elements += 6 * model.hidden_size + heads * spec.head_dim + 3 * model.intermediate_size
-        if model.enable_moe_block:
-            row = 2 * model.hidden_size + 3 * model.moe_intermediate_size
-            elements += model.top_k_experts * row
-    tokens = _sequences(config) * config.data.sequence_length
+    now, full = (
+        recompute_cost(
+            config.model,
+            policy,
+            sequence_length=config.data.sequence_length,
+            sequences_per_chip=_sequences(config),
+            compute_bytes=_COMPUTE_BYTES[config.precision.compute],
+        )
+        for policy in (config.recompute, "full")
+    )
     yield Remedy(
-        "--recompute",
-        tokens * elements * _COMPUTE_BYTES[config.precision.compute],
+        "--recompute full",
+        now.kept_bytes - full.kept_bytes,
         "what layers keep for the backward pass, besides their inputs and scores",
     )
 
@@ -129,7 +134,7 @@ def _attention(config: RunConfig) -> Iterator[Remedy]:
     if config.attention == "kernel":
         return
     length = config.data.sequence_length
-    alive = 1 if config.recompute else config.model.num_hidden_layers
+    alive = 1 if config.recompute != "none" else config.model.num_hidden_layers
     heads = _sequences(config) * config.model.num_attention_heads
     yield Remedy(
         "--attention kernel",
@@ -162,7 +167,7 @@ def _more_chips(
         return
     state = _state(config)
     share = 1 - topology.num_chips / larger.num_chips
-    sequences = _sequences(config) * larger.num_chips
+    sequences = _sequences(config) * config.accumulate * larger.num_chips
     yield Remedy(
         f"--topology {larger.name} --data.batch_size {sequences}",
         int((state.persistent + state.gradients) * share),

@@ -105,6 +105,9 @@ class Report:
     """What the kernels that it concerns are modelled at."""
     modelled_step_s: float
     """Sum of the kinds. Not a step time."""
+    rerun_s: float
+    """Of modelled_step_s, what layers run again for the backward pass, as far as the compiler has
+    kept the name of it."""
     exposed_collectives_s: float
     """What compute does not hide of the collectives by the link model: a lower bound, not in
     modelled_step_s."""
@@ -161,6 +164,7 @@ def make_report(
         kernels=kernels,
         routing=routing,
         modelled_step_s=step,
+        rerun_s=sum(each.count * each.seconds for each in work if each.is_rerun),
         exposed_collectives_s=exposed,
         modelled_tokens_per_s=workload and step and workload.tokens / step,
         modelled_mfu=workload and step and workload.flops / step / chip.peak_bf16_flops,

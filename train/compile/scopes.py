@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 _ROOT = Path(__file__).parents[2]
 _PACKAGES = ("torch_gemma4", "pallas_ops", "train")
+RERUN = "rerun"
 _push = torch_xla._XLAC.profiler.scope_pusher
 """Sets a scope of this thread for as long as the object that it returns lives."""
 
@@ -49,12 +50,16 @@ class Scopes(TorchFunctionMode):
         return result
 
     def around(self, body: Callable[..., Any]) -> Callable[..., Any]:
-        """`body` with this mode active in the thread that runs it: recomputation happens in the
-        autograd engine's."""
+        """The `body` of a recomputed layer with this mode active in the thread that runs it: the
+        second run is in the autograd engine's. What that asks for lies in the scope RERUN."""
 
         def named(*args: Any) -> Any:
+            # The first run is without gradients (torch_gemma4/recompute.py).
+            scope = _push(RERUN) if torch.is_grad_enabled() else None
             with self:
-                return body(*args)
+                result = body(*args)
+            del scope
+            return result
 
         return update_wrapper(named, body)
 

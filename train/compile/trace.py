@@ -25,6 +25,7 @@ from torch_gemma4.model import Gemma4ForCausalLM
 from train.build import build_execution, decays
 from train.compile.scopes import Scopes
 from train.mesh import MeshLayout
+from train.micro_batches import MicroBatches
 from train.optim import AdamW
 from train.sharding import ROW_AXES, Spec
 from train.step import train_step
@@ -100,8 +101,9 @@ def trace_step(config: RunConfig) -> TracedStep:
         name: inputs.make(name, shape, torch.int32, (ROW_AXES, None))
         for name in config.data.batch_arrays
     }
+    micro_batches = MicroBatches(model, layout, config.accumulate)
     with scopes:
-        metrics = train_step(model, optimizer, layout, batch)
+        metrics = train_step(micro_batches, optimizer, layout, batch)
 
     state = {name: parameter.detach() for name, parameter in optimizer.parameters.items()}
     state |= {f"exp_avg/{name}": tensor for name, tensor in optimizer.exp_avg.items()}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from train.tables import format_bytes, text_table
+from train.tables import format_bytes, format_flops, text_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -62,6 +62,11 @@ def report_views(report: Mapping[str, Any]) -> list[View]:
     title = f"{report['preset']} on {report['topology']}: {verdict}"
     views = [
         View(title, ("HBM", "a chip"), _pairs(report["memory"])),
+        View(
+            "Recomputation, a chip and step",
+            ("", ""),
+            _recomputation(report),
+        ),
         View(
             "Largest buffers when most is in use, by parameter or what writes them",
             ("", "shape", "how many", "bytes of one"),
@@ -155,6 +160,22 @@ def _times(report: Mapping[str, Any]) -> tuple[tuple[str, ...], ...]:
         rate = f"{report['modelled_tokens_per_s']:,.0f} tokens/s a chip"
         sums.append((f"as {rate}, MFU {report['modelled_mfu']:.1%}", "", "", "", ""))
     return (*kinds, *sums)
+
+
+def _recomputation(report: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    if "recompute" not in report:
+        return ()
+    cost = report["recompute"]
+    share = f"{cost['flops'] / cost['counted_flops']:.1%} of those counted"
+    rows = [
+        ("policy", cost["policy"]),
+        ("kept by layers for the backward pass, by arithmetic", format_bytes(cost["kept_bytes"])),
+        ("FLOPs run again, by arithmetic", f"{format_flops(cost['flops'])}, {share}"),
+    ]
+    if report.get("rerun_s"):
+        name = "modelled ms of layers run again, in the step below"
+        rows.append((name, milliseconds(report["rerun_s"])))
+    return tuple(rows)
 
 
 def _pairs(sizes: Mapping[str, int]) -> tuple[tuple[str, str], ...]:
