@@ -7,7 +7,7 @@ a layer, and `segments` folds those into the repeating pattern that parameters a
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Self
@@ -50,6 +50,8 @@ _SWITCHES = (
     "layer_scalar_trainable",
 )
 _LOSS_WEIGHTS = ("load_balance_loss_weight", "router_z_loss_weight", "z_loss_weight")
+TRAINING_FIELDS = ("layer_scalar_trainable", *_LOSS_WEIGHTS, "num_loss_tiles")
+"""Fields of Gemma4Config that say how it is trained, of which a `config.json` knows nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +153,22 @@ class Gemma4Config:
             return cls.from_hf(data)
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+        """Config from `dataclasses.asdict` of one, as JSON gives it back. Raises TypeError for a
+        field that there is none of, besides ValueError."""
+        nested = {
+            "layer_types": tuple(data["layer_types"]),
+            "per_layer": tuple(LayerOverride(**override) for override in data["per_layer"]),
+            "rope_sliding": RopeSpec(**data["rope_sliding"]),
+            "rope_full": RopeSpec(**data["rope_full"]),
+        }
+        return cls(**{**data, **nested})
+
+    def trained_as(self, other: Self) -> Self:
+        """This model with the `TRAINING_FIELDS` of `other`."""
+        return replace(self, **{name: getattr(other, name) for name in TRAINING_FIELDS})
 
     def to_hf_dict(self, *, text_only: bool = False, dtype: str = "float32") -> dict[str, Any]:
         """Content of a `config.json` that `from_hf` (and transformers) read back as this model.

@@ -11,7 +11,8 @@ error where it is tied: a copy of the embedding would be one more thing that can
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -25,7 +26,10 @@ from torch_gemma4.hf_names import (
     Slot,
     hf_to_ours,
 )
-from torch_gemma4.safetensors_folder import DTYPES, FolderReader, TensorEntry, write_folder
+from torch_gemma4.safetensors_folder import DTYPES, FolderReader, FolderWriter, TensorEntry
+
+MAX_SHARD_BYTES = 50_000_000_000
+"""Of a file, unless told otherwise; transformers' own default."""
 
 GetParameter = Callable[[str], torch.Tensor]
 """Our parameter of a name, whole; on any device but "meta"."""
@@ -42,7 +46,7 @@ def save_pretrained(
     *,
     dtype: torch.dtype | None = None,
     prefix: str = PUBLISHED_PREFIX,
-    max_shard_bytes: int = 50_000_000_000,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write a `Gemma4ForCausalLM` as a folder transformers reads; see `save_tensors`."""
     save_tensors(
@@ -63,13 +67,9 @@ def iter_hf_tensors(folder: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
         yield name, reader.tensor(name).clone()
 
 
-@torch.no_grad()
-def load_tensors(config: Gemma4Config, folder: str | Path, get_parameter: GetParameter) -> None:
-    """Copy every text tensor of `folder` into its slice of our parameters, in place.
-
-    Host memory beyond the parameters is one tensor. Raises ValueError (see the module) before the
-    first copy.
-    """
+def open_weights(config: Gemma4Config, folder: str | Path) -> tuple[FolderReader, dict[str, Slot]]:
+    """The tensors of `folder` and the slot of each, once they are known to fit: only headers are
+    read. Raises ValueError (see the module)."""
     reader = FolderReader(folder)
     names = _text_names(reader)
     published = any(name.startswith(PUBLISHED_PREFIX) for name in names)
@@ -77,6 +77,17 @@ def load_tensors(config: Gemma4Config, folder: str | Path, get_parameter: GetPar
     _check_names(reader.folder, found=set(names), wanted=set(slots))
     for name, slot in slots.items():
         _check_tensor(reader, name, slot)
+    return reader, slots
+
+
+@torch.no_grad()
+def load_tensors(config: Gemma4Config, folder: str | Path, get_parameter: GetParameter) -> None:
+    """Copy every text tensor of `folder` into its slice of our parameters, in place.
+
+    Host memory beyond the parameters is one tensor. Raises ValueError (see the module) before the
+    first copy.
+    """
+    reader, slots = open_weights(config, folder)
     for name, slot in slots.items():
         parameter = get_parameter(slot.parameter)
         if parameter.is_meta:
@@ -84,7 +95,7 @@ def load_tensors(config: Gemma4Config, folder: str | Path, get_parameter: GetPar
                 f"parameter {slot.parameter} is on the meta device and cannot hold values; "
                 f'call model.to_empty(device="cpu") before loading'
             )
-        parameter.data[slot.index].copy_(_swap_if(slot.transposed, reader.tensor(name)))
+        parameter.data[slot.index].copy_(slot.ours(reader.tensor(name)))
 
 
 def export_tensors(
@@ -108,21 +119,40 @@ def save_tensors(
     *,
     dtype: torch.dtype | None = None,
     prefix: str = PUBLISHED_PREFIX,
-    max_shard_bytes: int = 50_000_000_000,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write our parameters and `config.json` as a Hugging Face folder, a tensor at a time.
+    """Write our parameters and `config.json` as a Hugging Face folder, a tensor at a time; see
+    `new_folder`. `dtype` None keeps each parameter's own."""
+    slots = hf_to_ours(config, prefix=prefix)
+    dtypes = {n: dtype or get_parameter(slot.parameter).dtype for n, slot in slots.items()}
+    with new_folder(
+        config, folder, dtypes, prefix=prefix, max_shard_bytes=max_shard_bytes
+    ) as writer:
+        for name, slot in slots.items():
+            writer.tensor(name).copy_(_export(slot, get_parameter, dtype))
+
+
+@contextmanager
+def new_folder(
+    config: Gemma4Config,
+    folder: str | Path,
+    dtypes: Mapping[str, torch.dtype],
+    *,
+    prefix: str = PUBLISHED_PREFIX,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> Iterator[FolderWriter]:
+    """A Hugging Face folder with `config.json`, to be filled within the block: every tensor of
+    `hf_to_ours(config, prefix=prefix)`, of its dtype in `dtypes`.
 
     Shards hold up to `max_shard_bytes` of data each; a tied head is not written. Everything goes
-    to a temporary folder beside `folder`, renamed when complete, so a crash leaves no half
-    checkpoint. Raises ValueError where `folder` exists with anything in it (nothing saved earlier
-    is ever overwritten), for a dtype that is not a float, and for an unknown prefix.
+    to a temporary folder (`writer.folder`) beside `folder`, renamed when the block ends, so a crash
+    leaves no half checkpoint. Raises ValueError where `folder` exists with anything in it (nothing
+    saved earlier is ever overwritten), for a dtype that is not a float, and for an unknown prefix;
+    OSError.
     """
     folder = Path(folder)
     slots = hf_to_ours(config, prefix=prefix)
-    entries = [
-        TensorEntry(name, slot.shape, dtype or get_parameter(slot.parameter).dtype)
-        for name, slot in slots.items()
-    ]
+    entries = [TensorEntry(name, slot.shape, dtypes[name]) for name, slot in slots.items()]
     for entry in entries:
         if entry.dtype not in DTYPES.values():
             raise ValueError(f"dtype = {entry.dtype}: give one of {list(DTYPES.values())}")
@@ -134,10 +164,9 @@ def save_tensors(
     partial = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
     partial.mkdir(parents=True)
     try:
-        write_folder(
+        writer = FolderWriter(
             partial,
             entries,
-            lambda name: _export(slots[name], get_parameter, dtype),
             max_shard_bytes=max_shard_bytes,
             # transformers counts parameters alone, and layer_scalar is a buffer there.
             total_parameters=sum(
@@ -146,6 +175,8 @@ def save_tensors(
                 if not name.endswith(".layer_scalar")
             ),
         )
+        yield writer
+        writer.flush()
         content = config.to_hf_dict(
             text_only=prefix == TEXT_ONLY_PREFIX,
             dtype=str(entries[0].dtype).removeprefix("torch."),
@@ -168,11 +199,8 @@ def _parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def _export(slot: Slot, get_parameter: GetParameter, dtype: torch.dtype | None) -> torch.Tensor:
     tensor = get_parameter(slot.parameter).detach()[slot.index]
-    return _swap_if(slot.transposed, tensor.to(dtype=dtype).cpu()).contiguous()
-
-
-def _swap_if(transposed: bool, tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.transpose(-1, -2) if transposed else tensor
+    # Swapping twice is swapping back.
+    return slot.ours(tensor.to(dtype=dtype).cpu()).contiguous()
 
 
 def _text_names(reader: FolderReader) -> list[str]:

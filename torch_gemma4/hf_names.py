@@ -8,6 +8,8 @@ bijection onto the slices of our parameters. Facts: transformers' `modeling_gemm
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
+
 from torch_gemma4.config import Gemma4Config
 from torch_gemma4.layer_spec import LayerSpec
 
@@ -52,6 +54,25 @@ class Slot:
     """Shape of the Hugging Face tensor."""
     transposed: bool = False
     """Our part has its last two dimensions the other way round."""
+
+    def ours(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The Hugging Face tensor the way our part lies; a view."""
+        return tensor.transpose(-1, -2) if self.transposed else tensor
+
+    @property
+    def part_shape(self) -> tuple[int, ...]:
+        """Shape of `ours`."""
+        if not self.transposed:
+            return self.shape
+        return (*self.shape[:-2], self.shape[-1], self.shape[-2])
+
+    @property
+    def box(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(offsets, sizes) of our part in the parameter, an entry a dimension of that."""
+        starts = [place.start or 0 if isinstance(place, slice) else place for place in self.index]
+        num_layers = sum(isinstance(place, int) for place in self.index)
+        sizes = (1,) * num_layers + self.part_shape
+        return (*starts, *[0] * (len(sizes) - len(starts))), sizes
 
 
 def hf_to_ours(config: Gemma4Config, *, prefix: str = PUBLISHED_PREFIX) -> dict[str, Slot]:

@@ -6,8 +6,9 @@ neither side ever holds a whole shard. File format: https://github.com/huggingfa
 """
 
 import json
+import mmap
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -72,6 +73,10 @@ class FolderReader:
         """A tensor on the CPU, perhaps lying in the mapped file at an address no matmul expects:
         copy it before computing with it."""
         return self._handles[name].get_tensor(name)
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """[start:stop] of a tensor, which alone is read."""
+        return self._handles[name].get_slice(name)[start:stop]
 
     def _expected_files(self) -> dict[str, str]:
         """File of each tensor by the index; empty for a single file."""
@@ -139,68 +144,85 @@ def split_shards(entries: Iterable[TensorEntry], max_bytes: int) -> list[list[Te
     return [*shards, current] if current else shards
 
 
-def write_folder(
-    folder: Path,
-    entries: Sequence[TensorEntry],
-    fetch: Callable[[str], torch.Tensor],
-    *,
-    max_shard_bytes: int,
-    total_parameters: int,
-) -> None:
-    """Write `entries` into an existing folder, one file or shards and their index.
+class FolderWriter:
+    """A folder being filled, a tensor at a time and in any order.
 
-    `fetch(name)` gives a contiguous CPU tensor of the entry's shape and dtype; it is called once a
-    tensor and its result dropped before the next. Files come out byte for byte as the safetensors
-    library writes them. `total_parameters` is only recorded.
+    The files are made at once, with their headers and room for all data, so a full disk is found
+    before anything is computed: one file, or shards of up to `max_shard_bytes` of data and their
+    index. Files come out byte for byte as the safetensors library writes them.
     """
-    shards = split_shards(entries, max_shard_bytes)
-    count = len(shards)
-    files = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    if count == 1:
-        files = [SINGLE_FILE]
-    for file, shard in zip(files, shards, strict=True):
-        _write_file(folder / file, shard, fetch)
-    if count == 1:
-        return
-    index = {
-        "metadata": {
-            "total_parameters": total_parameters,
-            "total_size": sum(entry.num_bytes for entry in entries),
-        },
-        "weight_map": {
-            entry.name: file for file, shard in zip(files, shards, strict=True) for entry in shard
-        },
-    }
-    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-    (folder / INDEX_FILE).write_text(text, encoding="utf-8")
 
-
-def _write_file(
-    path: Path, entries: Sequence[TensorEntry], fetch: Callable[[str], torch.Tensor]
-) -> None:
-    # The library's order: wide dtypes first, which keeps every tensor aligned, then by name.
-    ordered = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for entry in ordered:
-        start, end = end, end + entry.num_bytes
-        header[entry.name] = {
-            "dtype": _CODES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [start, end],
+    def __init__(
+        self,
+        folder: Path,
+        entries: Sequence[TensorEntry],
+        *,
+        max_shard_bytes: int,
+        total_parameters: int,
+    ) -> None:
+        """`folder` exists. `total_parameters` is only recorded. Raises OSError."""
+        shards = split_shards(entries, max_shard_bytes)
+        count = len(shards)
+        files = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+        if count == 1:
+            files = [SINGLE_FILE]
+        self.folder = folder
+        self._maps: list[mmap.mmap] = []
+        self._places: dict[str, tuple[TensorEntry, mmap.mmap, int]] = {}
+        for file, shard in zip(files, shards, strict=True):
+            self._open(folder / file, shard)
+        if count == 1:
+            return
+        index = {
+            "metadata": {
+                "total_parameters": total_parameters,
+                "total_size": sum(entry.num_bytes for entry in entries),
+            },
+            "weight_map": {
+                entry.name: file
+                for file, shard in zip(files, shards, strict=True)
+                for entry in shard
+            },
         }
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    with path.open("wb") as file:
-        file.write(len(encoded).to_bytes(8, "little"))
-        file.write(encoded)
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (folder / INDEX_FILE).write_text(text, encoding="utf-8")
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor of an entry's shape and dtype whose memory is its place in the file: what is
+        copied into it is written."""
+        entry, data, start = self._places[name]
+        count = torch.Size(entry.shape).numel()
+        flat = torch.frombuffer(data, dtype=entry.dtype, count=count, offset=start)
+        return flat.view(entry.shape)
+
+    def flush(self) -> None:
+        """Returns when everything is on disk."""
+        for data in self._maps:
+            data.flush()
+
+    def _open(self, path: Path, entries: Sequence[TensorEntry]) -> None:
+        # The library's order: wide dtypes first, which keeps every tensor aligned, then by name.
+        ordered = sorted(entries, key=lambda entry: (-entry.dtype.itemsize, entry.name))
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
         for entry in ordered:
-            file.write(_raw_bytes(fetch(entry.name), entry))
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _raw_bytes(tensor: torch.Tensor, entry: TensorEntry) -> memoryview:
-    assert tensor.shape == entry.shape and tensor.dtype == entry.dtype, entry
-    assert tensor.device.type == "cpu" and tensor.is_contiguous(), entry
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+            start, end = end, end + entry.num_bytes
+            header[entry.name] = {
+                "dtype": _CODES[entry.dtype],
+                "shape": list(entry.shape),
+                "data_offsets": [start, end],
+            }
+        encoded = json.dumps(header, separators=(",", ":")).encode()
+        encoded += b" " * (-len(encoded) % 8)
+        encoded = len(encoded).to_bytes(8, "little") + encoded
+        with path.open("w+b") as file:
+            file.write(encoded)
+            file.flush()
+            # Writing to a mapped hole of a full disk would kill the process.
+            os.posix_fallocate(file.fileno(), 0, len(encoded) + end)
+            os.fsync(file.fileno())
+            data = mmap.mmap(file.fileno(), len(encoded) + end)
+        self._maps.append(data)
+        for entry in entries:
+            start = len(encoded) + header[entry.name]["data_offsets"][0]
+            self._places[entry.name] = (entry, data, start)

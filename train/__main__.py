@@ -1,9 +1,10 @@
-"""`python -m train [run | info | compile | report | tokenize]`: the command line."""
+"""`python -m train [run | info | compile | ...]`: the command line."""
 
 import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from difflib import get_close_matches
 from inspect import cleandoc
@@ -14,6 +15,7 @@ from typing import Annotated, Literal, TypeVar
 
 import tyro
 
+from torch_gemma4.config import Gemma4Config
 from train.config import RunConfig
 from train.data.config import DataConfig
 from train.exit_codes import ExitCode, RunEnded
@@ -33,10 +35,12 @@ class Run:
       compile    what a TPU's compiler says of the training step, without a TPU
       report     such a report once more, or two side by side
       tokenize   documents to tokens, once, for a corpus larger than memory
+      export     weights of a checkpoint to a folder of Hugging Face's form
 
       python -m train                                       2 cores, a few minutes, no download
       python -m train --data.path ~/books --steps 1000      your own text
       python -m train --preset gemma4_26b_a4b               on every host of a v6e-128 slice
+      python -m train --init_from folder --model_from folder    from Hugging Face weights
 
     Progress is on the terminal, and in runs/NAME: config.json, metrics.jsonl (one object a step)
     and TensorBoard scalars, and checkpoints: the same command goes on from the newest one.
@@ -49,6 +53,9 @@ class Run:
 
     preset: PresetName
     """Where every other option has its default from; choose it first."""
+    model_from: str | None = None
+    """A config.json of Hugging Face, or its folder, to take the model from: --model.* then default
+    to it, but for how it is trained (losses' weights and tiles)."""
     config: Config
 
 
@@ -65,6 +72,9 @@ class Info:
 
     preset: PresetName
     """Where every other option has its default from; choose it first."""
+    model_from: str | None = None
+    """A config.json of Hugging Face, or its folder, to take the model from: --model.* then default
+    to it, but for how it is trained (losses' weights and tiles)."""
     json: bool = False
     """Plain JSON in place of tables."""
     config: Config
@@ -86,6 +96,9 @@ class Compile:
 
     preset: PresetName
     """Where every other option has its default from; choose it first."""
+    model_from: str | None = None
+    """A config.json of Hugging Face, or its folder, to take the model from: --model.* then default
+    to it, but for how it is trained (losses' weights and tiles)."""
     topology: str = "v6e-128"
     """Chip and number of chips: v6e-1, 4, 8, 16, 32, 64, 128 or 256; v5e the same; v5p-4 to 256."""
     out: str = "runs/compile"
@@ -136,8 +149,40 @@ class Report:
             )
 
 
-COMMANDS = {"run": Run, "info": Info, "compile": Compile, "report": Report, "tokenize": Tokenize}
-Command = TypeVar("Command", Run, Info, Compile, Report, Tokenize)
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """Writes the weights of a checkpoint as a folder that Hugging Face's transformers loads, on any
+    host: neither torch_xla nor the memory for the model is needed.
+
+      python -m train export --checkpoint runs/NAME/checkpoints/step-00001000 --out folder
+      python -m train --init_from folder --model_from folder         trains on from there
+
+    config.json, model-00001-of-0000N.safetensors, their index, and the run's tokenizer. The folder
+    appears when it is whole.
+    """
+
+    checkpoint: str
+    """Folder or address (gs://...) of a finished checkpoint."""
+    out: str
+    """Folder to make."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """float32 keeps every bit; bfloat16 is half as large, and what is usually published."""
+    max_shard_size: str = "50GB"
+    """Of one file's data."""
+    form: Literal["text", "published"] = "text"
+    """text is Gemma4ForCausalLM's; published has the longer names of the published files, which are
+    of a model with a vision tower."""
+
+
+COMMANDS = {
+    "run": Run,
+    "info": Info,
+    "compile": Compile,
+    "report": Report,
+    "tokenize": Tokenize,
+    "export": Export,
+}
+Command = TypeVar("Command", Run, Info, Compile, Report, Tokenize, Export)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -171,25 +216,41 @@ def main(arguments: Sequence[str]) -> None:
                 from train.data.tokenize import tokenize
 
                 tokenize(data, Path(out))
+            case Export(checkpoint=checkpoint, out=out):
+                import torch
+
+                from train.export import export
+
+                export(
+                    checkpoint,
+                    Path(out),
+                    dtype=getattr(torch, command.dtype),
+                    max_shard_size=command.max_shard_size,
+                    form=command.form,
+                )
 
 
 def parse(command: type[Command], arguments: Sequence[str]) -> Command:
     """Options, over their preset where the command has one. A wrong one ends the program with what
     is wrong with it (tyro)."""
-    if command is Report:
+    name = next(name for name, known in COMMANDS.items() if known is command)
+    if command in (Report, Export):
         return tyro.cli(
             command,
-            prog="python -m train report",
+            prog=f"python -m train {name}",
             args=arguments,
             description=cleandoc(command.__doc__),
             use_underscores=True,
         )
     chooser = ArgumentParser(add_help=False, allow_abbrev=False)
     chooser.add_argument("--preset", default=next(iter(PRESETS)))
-    preset = chooser.parse_known_args(arguments)[0].preset
+    chooser.add_argument("--model_from", "--model-from")
+    chosen = chooser.parse_known_args(arguments)[0]
+    preset = chosen.preset
     # A name that is no preset is left for tyro to refuse.
     config = PRESETS.get(preset, next(iter(PRESETS.values())))()
-    name = next(name for name, known in COMMANDS.items() if known is command)
+    if chosen.model_from and command is not Tokenize:
+        config = _with_model(config, chosen.model_from)
     return tyro.cli(
         command,
         prog=f"python -m train {name}",
@@ -204,6 +265,15 @@ def _defaults(command: type[Command], preset: str, config: RunConfig) -> Command
     if command is Tokenize:
         return Tokenize(preset=preset, out=tyro.MISSING, data=config.data)
     return command(preset=preset, config=config)
+
+
+def _with_model(config: RunConfig, path: str) -> RunConfig:
+    """`config` with the model of a config.json. Not by `replace`: it is whole, and checked, only
+    with the other options."""
+    model = Gemma4Config.from_hf_file(path).trained_as(config.model)
+    config = copy(config)
+    object.__setattr__(config, "model", model)
+    return config
 
 
 def _preset_list() -> str:

@@ -45,9 +45,14 @@ def build_execution(config: RunConfig, mesh: MeshLayout) -> Execution:
 
 
 def build_model(config: RunConfig, mesh: DeviceMesh) -> Gemma4ForCausalLM:
-    """The model with its initial parameters, each on the mesh as its rule says."""
+    """The model with its initial parameters, each on the mesh as its rule says; with
+    `config.init_from` they are zeros, to be filled."""
     with torch.device("meta"):
         model = Gemma4ForCausalLM(config.model, build_execution(config, mesh))
+    if config.init_from:
+        for name, parameter in list(model.named_parameters()):
+            mesh.adopt_parameter(model, name, sharded_zeros(mesh, name, parameter))
+        return model
     values = initial_values(model, config.seed)
     # One parameter at a time: the host never holds the whole model.
     for name, layers in itertools.groupby(values, key=operator.itemgetter(0)):

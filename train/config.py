@@ -222,6 +222,9 @@ class RunConfig:
     resume: Literal["auto", "required", "never"] = "auto"
     """auto goes on from the newest whole checkpoint of this name, or begins where there is none;
     required refuses to begin; never begins a run of its own, in a folder NAME-2."""
+    init_from: str | None = None
+    """A local folder of Hugging Face safetensors with the run's first weights, whose config.json is
+    this model's (--model_from FOLDER). A run that goes on from a checkpoint does not read it."""
     hang_minutes: float = 60
     """The run ends, and says where it waited, when no step has ended for so long (compiling the
     first one counts); 0: it waits for ever."""
@@ -288,6 +291,13 @@ class RunConfig:
             self.resume,
             "nothing is saved with checkpoint.every_minutes = checkpoint.every_steps = 0: give one "
             "of them, or --resume auto",
+        )
+        _require(
+            not (self.init_from and self.checkpoint.start_from),
+            "init_from",
+            self.init_from,
+            f"a run begins with one set of weights, and checkpoint.start_from = "
+            f"{self.checkpoint.start_from!r} has another: give one of the two",
         )
         self._check_held_out()
         _require(

@@ -40,7 +40,7 @@ def run(config: RunConfig) -> Path:
     if config.mesh.platform == "tpu":
         refuse_without_chips()
     prepare_environment(config.mesh)
-    from train.run_folder import finished_line, run_folder
+    from train.run_folder import begins, finished_line, run_folder
 
     if line := finished_line(config):
         print(line)
@@ -48,10 +48,13 @@ def run(config: RunConfig) -> Path:
 
     from train.data import TextData
     from train.hosts import connect_hosts
+    from train.init_from import refuse_unfit_weights
     from train.mesh import DeviceMesh
     from train.out_of_memory import out_of_memory_explained
     from train.sharding import sharding_table
 
+    if config.init_from and begins(config):
+        refuse_unfit_weights(config)
     data = TextData.load(config.data, vocab_size=config.model.vocab_size)
     # What cannot run leaves no folder behind.
     mesh = DeviceMesh(config.mesh)
@@ -84,6 +87,8 @@ def _train(
         batches = stack.enter_context(contextlib.closing(data.train_batches(mesh.host_rows)))
         saving = _Saving(config, mesh, hosts, directory, model, optimizer, batches, console)
         done = saving.restore()
+        if config.init_from:
+            _take_weights(config, model, mesh, hosts, done, console)
         metrics = stack.enter_context(
             MetricsWriter(directory, log, num_steps=config.steps, done=done, console=console)
         )
@@ -157,6 +162,23 @@ def _build(config: RunConfig, mesh: DeviceMesh) -> tuple[Gemma4ForCausalLM, Adam
     return model, optimizer
 
 
+def _take_weights(
+    config: RunConfig,
+    model: Gemma4ForCausalLM,
+    mesh: DeviceMesh,
+    hosts: Hosts,
+    done: int,
+    console: Console,
+) -> None:
+    from train.init_from import load_weights
+
+    line = f"init_from is not read: the weights of {config.init_from} were where this run began"
+    if not done:
+        load_weights(config, model, hosts, mesh.place_whole)
+        line = f"weights: {config.init_from}"
+    console.print(line, soft_wrap=True, highlight=False, markup=False)
+
+
 def _next(batches: Iterator[Batch], step: int) -> Batch:
     try:
         return next(batches)
@@ -185,7 +207,7 @@ class _Saving:
         batches: DataPosition,
         console: Console,
     ) -> None:
-        from train.checkpoint import Checkpointer
+        from train.checkpoint.checkpointer import Checkpointer
         from train.run_folder import checkpoint_address
 
         self._hosts, self._checkpointer = hosts, None

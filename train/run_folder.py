@@ -21,6 +21,15 @@ def checkpoint_address(config: RunConfig, name: str) -> str:
     return f"{(config.checkpoint.folder or config.log.dir).rstrip('/')}/{name}/checkpoints"
 
 
+def begins(config: RunConfig) -> bool:
+    """Whether the run has no checkpoint of its own to go on from."""
+    from train.checkpoint.store import CheckpointStore
+
+    if config.resume == "never" or not config.checkpoint.is_on:
+        return True
+    return not CheckpointStore(checkpoint_address(config, config.name)).steps()
+
+
 def finished_line(config: RunConfig) -> str | None:
     """What to say if the run has no step left to do, else None."""
     from train.checkpoint.store import CheckpointStore

@@ -70,7 +70,14 @@ def test_slots_cover_every_parameter_exactly_once(config):
         counts[slot.parameter][slot.index] += 1
         ours = torch.empty(shapes[slot.parameter], device="meta")[slot.index]
         theirs = torch.empty(slot.shape, device="meta")
-        assert (theirs.mT if slot.transposed else theirs).shape == ours.shape, name
+        assert slot.ours(theirs).shape == ours.shape == slot.part_shape, name
+        offsets, sizes = slot.box
+        box = torch.empty(shapes[slot.parameter], device="meta")[
+            tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
+        ]
+        assert box.shape == sizes, name
+        assert box.storage_offset() == ours.storage_offset(), name
+        assert box.numel() == ours.numel(), name
     assert all(bool((count == 1).all()) for count in counts.values())
 
 
@@ -255,6 +262,14 @@ def test_iterated_tensors_are_aligned_where_the_file_is_not(checkpoint):
     mapped = [reader.tensor(name).data_ptr() % 64 for name in reader.names]
     assert any(mapped), "the folder no longer shows the problem"
     assert not any(tensor.data_ptr() % 64 for _, tensor in hf.iter_hf_tensors(folder))
+
+
+def test_rows_are_read_alone(sharded):
+    reader = FolderReader(sharded)
+    for name in reader.names:
+        whole = reader.tensor(name)
+        assert torch.equal(reader.rows(name, 0, len(whole)), whole)
+        assert torch.equal(reader.rows(name, len(whole) // 2, len(whole)), whole[len(whole) // 2 :])
 
 
 def test_shards_fill_in_order_and_a_large_tensor_stands_alone():

@@ -5,7 +5,7 @@ from dataclasses import replace
 import fsspec
 import torch
 
-from train.checkpoint import Checkpointer
+from train.checkpoint.checkpointer import Checkpointer
 from train.config import CheckpointConfig
 from train.hosts import Hosts
 from train.presets import cpu_tiny

@@ -46,7 +46,7 @@ def main() -> None:
     prepare_environment(config.mesh)
     import torch_xla.debug.metrics as counters
 
-    from train.checkpoint import Checkpointer
+    from train.checkpoint.checkpointer import Checkpointer
     from train.checkpoint.tensors import host_copy
     from train.hosts import Hosts
     from train.loop import _build

@@ -22,7 +22,8 @@ def main(rank: int, folder: str) -> None:
     from torch_xla.distributed.spmd import XLAShard
     from torch_xla.experimental.distributed_checkpoint._helpers import _CpuShards
 
-    from train.checkpoint import Checkpointer, checkpointer, tensors
+    from train.checkpoint import checkpointer, tensors
+    from train.checkpoint.checkpointer import Checkpointer
     from train.exit_codes import StorageFailure
     from train.hosts import connect_hosts
     from train.presets import cpu_tiny

@@ -13,7 +13,7 @@ from torch import Tensor
 from train.checkpoint.compatibility import changed_fields, refuse_other_model
 from train.checkpoint.manifest import LAYOUT, Damaged, Manifest, installed_versions
 from train.checkpoint.saver import Saver
-from train.checkpoint.store import CheckpointStore
+from train.checkpoint.store import CheckpointStore, find_checkpoint
 from train.checkpoint.tensors import host_copy, read, stored_shapes
 from train.exit_codes import StorageFailure
 
@@ -162,15 +162,7 @@ class Checkpointer:
             )
 
     def _start_from(self, address: str) -> int:
-        folder, _, name = address.rstrip("/").rpartition("/")
-        store = CheckpointStore(folder or ".")
-        names = {store.folder(step).rpartition("/")[2]: step for step in store.steps()}
-        step = names.get(name)
-        if step is None:
-            raise ValueError(
-                f"checkpoint.start_from = {address!r}: no finished checkpoint is there. Give a "
-                "folder such as runs/NAME/checkpoints/step-00001000"
-            )
+        store, step = find_checkpoint("checkpoint.start_from", address)
         try:
             manifest = self._verified(store, step)
         except Damaged as damage:

@@ -22,6 +22,7 @@ _TRAINING_ONLY = frozenset(
 _ABOUT_THE_RUN = (
     "name",
     "resume",
+    "init_from",
     "hang_minutes",
     "log.",
     "checkpoint.",
@@ -32,13 +33,18 @@ _ABOUT_THE_RUN = (
 """Settings that change no number of the training: not worth a line."""
 
 
-def refuse_other_model(folder: str, manifest: Manifest, config: RunConfig) -> None:
-    """Raises ValueError if the checkpoint in `folder` is of another weight layout or model."""
+def refuse_other_layout(folder: str, manifest: Manifest) -> None:
+    """Raises ValueError if the checkpoint in `folder` is of another weight layout."""
     if manifest.layout != LAYOUT:
         raise ValueError(
             f"{folder} has weight layout {manifest.layout!r}, and this program reads {LAYOUT!r}. "
             f"Go on with the program that wrote it ({_writer(manifest)}), or give another --name"
         )
+
+
+def refuse_other_model(folder: str, manifest: Manifest, config: RunConfig) -> None:
+    """Raises ValueError if the checkpoint in `folder` is of another weight layout or model."""
+    refuse_other_layout(folder, manifest)
     changes = [
         text
         for name, text in _differences(manifest.config, config.to_dict())

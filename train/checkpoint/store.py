@@ -170,5 +170,19 @@ class CheckpointStore:
             self._files.rm(self._path(name), recursive=True)
 
 
+def find_checkpoint(field: str, address: str) -> tuple[CheckpointStore, int]:
+    """The store and the step of the finished checkpoint whose folder is `address`. Raises
+    ValueError if there is none, naming `field`."""
+    folder, _, name = address.rstrip("/").rpartition("/")
+    store = CheckpointStore(folder or ".")
+    steps = {_name(step): step for step in store.steps()}
+    if name not in steps:
+        raise ValueError(
+            f"{field} = {address!r}: no finished checkpoint is there. Give a folder such as "
+            "runs/NAME/checkpoints/step-00001000"
+        )
+    return store, steps[name]
+
+
 def _name(step: int) -> str:
     return f"step-{step:08d}"

@@ -7,7 +7,6 @@ whatever the mesh was that wrote them. Checksums are taken as bytes pass, not re
 from __future__ import annotations
 
 import io
-import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from hashlib import blake2b
@@ -31,6 +30,7 @@ from torch_xla.experimental.distributed_checkpoint import (
 )
 
 from train.checkpoint.manifest import FileRecord
+from train.checkpoint.pieces import ignore_known_warnings
 from train.hosts import Hosts
 
 
@@ -50,7 +50,7 @@ def host_copy(tensors: dict[str, Tensor]) -> dict[str, object]:
 def write(folder: str, copies: dict[str, object], hosts: Hosts) -> dict[str, FileRecord]:
     """Writes what `host_copy` took into `folder`; returns what this host wrote. All hosts call it.
     Raises what went wrong here, or else on another host."""
-    _ignore_known_warnings()
+    ignore_known_warnings()
     writer = FsspecWriter(
         folder,
         sync_files="://" not in folder,
@@ -76,22 +76,33 @@ def write(folder: str, copies: dict[str, object], hosts: Hosts) -> dict[str, Fil
 def read(
     folder: str, tensors: dict[str, Tensor], hosts: Hosts, place: Callable[[Tensor], Tensor]
 ) -> None:
-    """Fills `tensors` from `folder`. All hosts call it.
+    """`fill` from what `write` left in `folder`."""
+    fill(FsspecReader(folder), tensors, hosts, place)
+
+
+def fill(
+    reader: dist_cp.StorageReader,
+    tensors: dict[str, Tensor],
+    hosts: Hosts,
+    place: Callable[[Tensor], Tensor],
+) -> None:
+    """Fills `tensors` with what `reader` has under their names. All hosts call it.
 
     Those split over the mesh stay as they lie, and each shard is filled in place; others get what
     `place` makes of a CPU tensor, which lies as the training step leaves it, so that resuming
     compiles no program of its own. CPU tensors are filled in place.
     """
-    _ignore_known_warnings()
+    ignore_known_warnings()
     on_mesh = [name for name, tensor in tensors.items() if tensor.device.type == "xla"]
     if on_mesh:
-        torch_xla.sync()  # a tensor still to be computed has no layout yet
+        # A tensor still to be computed has no layout yet.
+        torch_xla.sync(wait=True)
     whole = [n for n in on_mesh if not _helpers._is_sharded_tensor(xs.wrap_if_sharded(tensors[n]))]
     buffers = {name: tensor.detach() for name, tensor in tensors.items()}
     buffers |= {n: torch.empty(tensors[n].shape, dtype=tensors[n].dtype) for n in whole}
     dist_cp.load(
         dict(buffers),
-        storage_reader=FsspecReader(folder),
+        storage_reader=reader,
         planner=SPMDLoadPlanner(),
         process_group=hosts.background,
         no_dist=hosts.count == 1,
@@ -104,17 +115,6 @@ def stored_shapes(folder: str) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor in `folder`."""
     metadata = FsspecReader(folder).read_metadata()
     return {name: tuple(entry.size) for name, entry in metadata.state_dict_metadata.items()}
-
-
-def _ignore_known_warnings() -> None:
-    """Of the pinned libraries about each other, and about what is meant so."""
-    for message in (
-        "torch.distributed is disabled, unavailable or uninitialized",
-        "The function definition for SavePlanner.set_up_planner has been updated",
-        "TypedStorage is deprecated",
-        "Using a non-tuple sequence for multidimensional indexing is deprecated",
-    ):
-        warnings.filterwarnings("ignore", message)
 
 
 class _RecordingFiles(FileSystem):
