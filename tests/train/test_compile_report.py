@@ -60,9 +60,10 @@ def report(**changes):
                 "shapes": "bf16[8,16]",
                 "count": 60,
                 "modelled_s": 0.1,
-                "source": "static schedule",
+                "source": "static schedule at random routing",
             }
         ],
+        "routing": "each of 8 tokens",
         "modelled_step_s": 0.375,
         "rerun_s": 0.0625,
         "recompute": {
@@ -111,7 +112,11 @@ def test_every_part_of_a_report_is_told():
     assert times["attention"] == ("3", "5 kB", "250.0", "500.0")
     assert times["modelled step"] == ("", "", "375.0", "")
     assert "as 1,000 tokens/s a chip, MFU 25.0%" in times
-    assert rows(views, "Kernels")["gmm"] == ("bf16[8,16]", "60", "100.0", "static schedule")
+    assert rows(views, "Kernels")["gmm"] == (
+        *("bf16[8,16]", "60", "100.0", "static schedule at random routing"),
+    )
+    (kernels,) = (view for view in views if view.title.startswith("Kernels"))
+    assert kernels.title.endswith("; random routing: each of 8 tokens")
     assert rows(views, "Compiler flags")["xla_a"] == ("1", "why not")
     assert "waits" in rows(views, "Not known")
     assert not any(view.title.startswith("What would help") for view in views)

@@ -10,6 +10,7 @@ from pallas_ops.permute import kernel as permute
 from train.compile.kernels import assumed_routing
 from train.compile.static.grid_steps import only_call
 from train.compile.static.own_copies import OWN_COPIES
+from train.compile.static.profile import known_steps
 from train.compile.static.routings import random_windows
 
 TOKENS, CHOICES, EXPERTS, WIDTH = 520, 2, 8, 128
@@ -108,6 +109,15 @@ def test_tables_that_are_not_known_are_refused(name):
     call = call_of(name, knows=False)
     with pytest.raises(ValueError, match="argument whose value is not given"):
         OWN_COPIES[call.name](call)
+
+
+def test_one_step_leaves_no_loop_to_read():
+    signature = (((16, WIDTH), "bfloat16"), *(((2, 2), "int32"), ((1, 2), "int32")))
+    signature += (((256, 1), "int32"), ((256, 1), "int32"), ((1, 3, 2), "int32"))
+    fn = functools.partial(permute.permute_windows, interpret=False)
+    call = only_call(fn, signature, assumed_routing(permute.permute_windows, signature))
+    with pytest.raises(ValueError, match="expand_rows: a grid of one step leaves no loop"):
+        known_steps(call)
 
 
 def test_groups_are_assumed_random():

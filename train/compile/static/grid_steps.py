@@ -71,6 +71,12 @@ class PallasCall:
         return self.params["jaxpr"].debug_info.func_name
 
     @property
+    def num_static_steps(self) -> int | None:
+        """Grid points, None where operands decide them."""
+        grid = self.params["grid_mapping"].grid
+        return math.prod(grid) if all(isinstance(size, int) for size in grid) else None
+
+    @property
     def scratch(self) -> tuple[tuple[tuple[int, ...], int], ...]:
         """Shape and item size of the arrays that the kernel keeps between steps, in VMEM or SMEM;
         semaphores are not among them."""

@@ -88,6 +88,8 @@ def known_steps(call: PallasCall) -> KernelSteps:
 
     Raises ValueError where they depend on data that is not given.
     """
+    if call.num_static_steps == 1:
+        raise ValueError(f"{call.name}: a grid of one step leaves no loop in the schedule to read")
     if call.name in OWN_COPIES:
         return OWN_COPIES[call.name](call)
     grid = call.steps()
