@@ -25,6 +25,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=REPOSITORY / "../shared/cases/hf",
         help="folder of Hugging Face oracle cases; one sub-folder a case",
     )
+    parser.addoption(
+        "--compiled-26b",
+        type=Path,
+        help="report folder of `python -m train compile --preset gemma4_26b_a4b`, instead of "
+        "compiling for a quarter of an hour",
+    )
 
 
 def pytest_sessionstart() -> None:

@@ -1,4 +1,5 @@
-"""Golden facts of the 26B step on v6e-128, as libtpu compiles it. A quarter of an hour, 10 GB."""
+"""Golden facts of the 26B step on v6e-128, as libtpu compiles it: a quarter of an hour and 10 GB,
+or a compile that was made before (--compiled-26b FOLDER)."""
 
 import json
 import re
@@ -17,7 +18,9 @@ LAYERS, PERIODS = 30, 5
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(request, tmp_path_factory):
+    if (made_before := request.config.getoption("--compiled-26b")) is not None:
+        return made_before
     out = tmp_path_factory.mktemp("compiled")
     command = "-m train compile --preset gemma4_26b_a4b --topology v6e-128 --out"
     done = subprocess.run(
