@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass
-from functools import partial
 
 import pytest
 import torch
@@ -269,38 +268,6 @@ def test_a_recomputed_model_keeps_one_carry_a_layer():
     inner, outer, _loss_tiles = loop._traces.values()
     assert rows_kept(inner) == [(2, 16, 32)]
     assert rows_kept(outer) == [(2, 2, 16, 32), (2, 16, 32)]
-
-
-def policy_trace(policy):
-    """What local layers, in the inner loop, and periods keep for the backward pass of a micro
-    model; and the exponentials in the program of its gradients."""
-    loop = XlaLoop()
-    recompute = partial(recompute_layer, policy=policy)
-    execution = Execution(
-        Precision.uniform(torch.float32), attention="kernel", loop=loop, recompute=recompute
-    )
-    model = Gemma4ForCausalLM(micro(), execution)
-    init_parameters(model, seed=0)
-    ids = torch.randint(0, 64, (2, 16)).to("xla")
-    model.to("xla").loss(ids, ids).loss.backward()
-    inner, outer, _loss_tiles = loop._traces.values()
-    hlo = hlo_of(p.grad for p in model.parameters())
-    return rows_kept(inner), rows_kept(outer), len(re.findall(r"\bexponential\(", hlo))
-
-
-def test_policies_keep_attention_and_do_not_run_its_forward_kernel_again():
-    full, some, most = map(policy_trace, ("full", "save_global_attention", "save_attention"))
-    carry = (2, 16, 32)
-    local, its_lse = (2, 16, 4, 8), (2, 4, 16)
-    kept_global = [carry, (2, 16, 4, 16), (2, 4, 16)]
-    assert full[:2] == ([carry], [(2, *carry), carry])
-    assert some[:2] == ([carry], [(2, *carry), *kept_global])
-    assert most[:2] == (
-        [carry, local, its_lse],
-        [(2, *carry), (2, *local), (2, *its_lse), *kept_global],
-    )
-    # One kernel less in the backward loops of global layers, then of local ones.
-    assert full[2] - some[2] == some[2] - most[2] > 0
 
 
 # HLO
