@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pallas_ops  # noqa: F401  registers the ops named below
@@ -111,14 +112,14 @@ class _Recompute(torch.autograd.Function):
         return None, None, None, None, *(next(found) if is_needed else None for is_needed in needed)
 
 
-class _Record(TorchDispatchMode):
+class _Record(TorchFunctionMode):
     """Lists the results of ops that are kept, in the order they run."""
 
     def __init__(self, keeps: _Keeps, kept: list[Tensor]) -> None:
         super().__init__()
         self.keeps, self.kept = keeps, kept
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         results = func(*args, **(kwargs or {}))
         if self.keeps(func, args):
             self.kept.extend(results)
@@ -136,7 +137,16 @@ class _Replay(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if not self.keeps(func, args):
             return func(*args, **(kwargs or {}))
-        return tuple(next(self.kept).detach() for _ in func._schema.returns)
+        return tuple(_unwrapped(next(self.kept)) for _ in func._schema.returns)
+
+
+def _unwrapped(tensor: Tensor) -> Tensor:
+    """What an op below autograd returns for `tensor`: a lazy device's tensors have a wrapper, which
+    records updates in place, that does not belong there."""
+    if not torch._is_functional_tensor(tensor):
+        return tensor.detach()
+    torch._sync(tensor)
+    return torch._from_functional_tensor(tensor)
 
 
 def _run(body: Body, names: tuple[str, ...], carry: Tensor, tensors) -> tuple:

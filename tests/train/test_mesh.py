@@ -20,14 +20,23 @@ RUNS = {
     "1 device": ["--fsdp", "1"],
     "4 devices": ["--fsdp", "4"],
     "8 devices": ["--fsdp", "8"],
-    "2 x 2 devices": ["--data", "2", "--fsdp", "2"],
+    "2 x 2 devices, 2 micro-batches": ["--data", "2", "--fsdp", "2", "--accumulate", "2"],
     "4, loop": ["--fsdp", "4", "--layers", "loop"],
-    "4, recomputed": ["--fsdp", "4", "--recompute"],
-    "4, attention kernel": ["--fsdp", "4", "--recompute", "--attention", "kernel"],
-    "4, loop, recomputed": ["--fsdp", "4", "--layers", "loop", "--recompute"],
+    "4, recomputed, 2 micro-batches": [
+        *("--fsdp", "4", "--recompute", "full", "--accumulate", "2"),
+    ],
+    "4, attention kernel, its results kept": [
+        *("--fsdp", "4", "--recompute", "save_attention", "--attention", "kernel"),
+    ],
+    "4, loop, attention kernel, global results kept": [
+        *("--fsdp", "4", "--layers", "loop", "--accumulate", "2"),
+        *("--recompute", "save_global_attention", "--attention", "kernel"),
+    ],
     "4, FSDPv2 wrapper": ["--fsdp", "4", "--fsdpv2"],
 }
 OTHERS = [name for name in RUNS if name not in ("1 device", "4, FSDPv2 wrapper")]
+
+DUMPED = {"4 devices": "dump", "4, recomputed, 2 micro-batches": "dump of micro-batches"}
 
 LOSS_TOLERANCE = 1e-5
 """Relative, over 20 steps in fp32: measured 3e-6, the summation order of 4 and 8 shards."""
@@ -42,14 +51,16 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mesh")
     # No optimisation of the interpreted kernels' code: compiling it well takes three times as long.
     flags = "--xla_backend_optimization_level=0"
-    dump = f" --xla_dump_to={folder / 'dump'} --xla_dump_hlo_as_text"
 
     def run(name):
         out = folder / f"{name}.npz"
         environment = dict(os.environ, TF_CPP_MIN_LOG_LEVEL="2")
         for variable in ("PJRT_DEVICE", "CPU_NUM_DEVICES", "JAX_PLATFORMS"):
             environment.pop(variable, None)
-        environment["XLA_FLAGS"] = flags + (dump if name == "4 devices" else "")
+        environment["XLA_FLAGS"] = flags
+        if name in DUMPED:
+            dump = f" --xla_dump_to={folder / DUMPED[name]} --xla_dump_hlo_as_text"
+            environment["XLA_FLAGS"] += dump
         command = [sys.executable, "-m", mesh_worker.__name__, str(out), *RUNS[name]]
         done = subprocess.run(
             command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[2]
@@ -60,7 +71,7 @@ def runs(tmp_path_factory):
 
     with ThreadPoolExecutor(2) as pool:
         results = dict(zip(RUNS, pool.map(run, RUNS), strict=True))
-    results["dump"] = folder / "dump"
+    results |= {dump: folder / dump for dump in DUMPED.values()}
     return results
 
 
@@ -68,7 +79,7 @@ def runs(tmp_path_factory):
 def test_losses_are_those_of_one_device(runs, name):
     # Other attention arithmetic differs by some 1e-6 in each gradient; at the fifth step one token
     # of the micro model takes another expert for it, and from there the two trainings part.
-    steps = 4 if name == "4, attention kernel" else None
+    steps = 4 if "attention kernel" in name else None
     losses, expected = runs[name]["losses"][:steps], runs["1 device"]["losses"][:steps]
     np.testing.assert_allclose(losses, expected, LOSS_TOLERANCE)
 
@@ -87,6 +98,14 @@ def test_gradients_are_those_of_one_device(runs, name):
         assert norm > 0, key
         difference = np.linalg.norm(runs[name][key] - value) / norm
         assert difference < GRADIENT_TOLERANCE, (key, difference)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_metrics_are_those_of_one_device(runs, name):
+    metrics = {k: v for k, v in runs["1 device"].items() if k.startswith("metric/")}
+    assert len(metrics) == 13
+    for key, value in metrics.items():
+        np.testing.assert_allclose(runs[name][key], value, LOSS_TOLERANCE, err_msg=key)
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -125,10 +144,12 @@ def test_torch_xlas_own_wrapper_class_trains_too(runs):
 
 @pytest.fixture(scope="module")
 def step_hlo(runs):
-    """The partitioned, optimised training step of 4 devices: the largest program dumped."""
-    programs = sorted(
-        runs["dump"].glob("*after_optimizations.txt"), key=lambda path: path.stat().st_size
-    )
+    """The partitioned, optimised training step of 4 devices."""
+    return largest_program(runs["dump"])
+
+
+def largest_program(dump):
+    programs = sorted(dump.glob("*after_optimizations.txt"), key=lambda path: path.stat().st_size)
     return programs[-1].read_text()
 
 
@@ -170,3 +191,16 @@ def test_no_norm_scale_is_gathered(step_hlo):
     gathered = re.findall(r"= f32\[([\d,]+)\]\S* all-gather\(", step_hlo)
     assert gathered
     assert all("," in shape for shape in gathered), gathered
+
+
+def test_a_micro_batchs_gradients_are_added_as_shards(runs):
+    """What is summed over devices in each of the 2 micro-batches is what a step of 4 devices sums,
+    and no gradient is whole anywhere."""
+    text = largest_program(runs["dump of micro-batches"])
+    assert re.search(r"f32\[1,64,32\]\S* reduce-scatter\(", text)
+    program = hlo.Program(text)
+    sums = [e.instruction for e in program.executed() if e.instruction.opcode == "all-reduce"]
+    assert sums
+    # A layer's or all layers' experts [4, 64, 32] and [4, 32, 32], the embedding [256, 32].
+    whole = r"\[(\d,)*4,(64|32),32\]|\[256,32\]"
+    assert not [each.shape for each in sums if re.search(whole, each.shape)]
