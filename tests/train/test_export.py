@@ -72,7 +72,7 @@ def test_what_is_exported_is_what_was_trained(model, checkpoint, tmp_path, capsy
     assert len(shards) == 3 and shards[0] == "model-00001-of-00003.safetensors"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert capsys.readouterr().out == (
-        f"{tmp_path}/out: {len(expected)} tensors, float32, 666.5 kB\n"
+        f"{tmp_path}/out: {len(expected)} tensors, float32, 538.9 kB\n"
         "tokenizer: the byte tokenizer, which has no file\n"
     )
 
