@@ -4,7 +4,8 @@
 
 Fails unless every parameter, on meshes of 4 and of 2 x 2 devices, has the bits that the folder's
 loaded by `load_pretrained` have, and lies as its rule says. Prints the most numbers that were read
-of a folder at once, and those of its largest parameter.
+of a folder at once, and those of its largest parameter. Leaves a checkpoint of the 4 devices'
+parameters in FOLDER-checkpoints.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ def main(folders: list[str]) -> None:
 
     import torch
 
+    from tests.train.checkpoint_run import Data
     from torch_gemma4.config import Gemma4Config
     from torch_gemma4.hf import load_pretrained
     from torch_gemma4.model import Gemma4ForCausalLM
     from torch_gemma4.safetensors_folder import FolderReader
     from train.build import build_model
+    from train.checkpoint.checkpointer import Checkpointer
     from train.hosts import Hosts
     from train.init_from import load_weights, refuse_unfit_weights
     from train.mesh import DeviceMesh
@@ -67,6 +70,14 @@ def main(folders: list[str]) -> None:
                     mesh.place(parameter.detach(), mesh.parameter_spec(name, parameter))
                 )
                 assert lies == wanted, (name, lies, wanted)
+            if mesh.config.fsdp == 4:
+                weights = {f"model/{name}": p for name, p in model.named_parameters()}
+                place, address = mesh.place_whole, f"{folder}-checkpoints"
+                checkpointer = Checkpointer(
+                    config, address, Hosts(), weights, Data(), place, lambda line: None
+                )
+                checkpointer.save(1)
+                checkpointer.wait()
         print(largest, max(parameter.numel() for parameter in expected.parameters()))
 
 
