@@ -27,6 +27,7 @@ from train.checkpoint.pieces import read_pieces
 from train.checkpoint.store import find_checkpoint
 from train.exit_codes import StorageFailure
 from train.tables import format_bytes
+from train.validate import require
 
 Form = Literal["text", "published"]
 _PREFIXES = {"text": TEXT_ONLY_PREFIX, "published": PUBLISHED_PREFIX}
@@ -47,8 +48,9 @@ def export(
     what is in it.
 
     Raises ValueError for a checkpoint that is not there or of another weight layout, for a folder
-    that is there already or cannot be written, and for a size that is none; StorageFailure for a
-    checkpoint whose files are not what was written. Nothing is left behind then.
+    that is there already or cannot be written, for a size that is none, and for a form that the
+    model cannot have; StorageFailure for a checkpoint whose files are not what was written. Nothing
+    is left behind then.
     """
     console = console or Console()
     max_shard_bytes = size_in_bytes("max_shard_size", max_shard_size)
@@ -58,6 +60,13 @@ def export(
         refuse_other_layout(store.folder(step), manifest)
         model = Gemma4Config.from_dict(manifest.config["model"])
         prefix = _PREFIXES[form]
+        require(
+            form == "text" or model.pad_token_id is not None,
+            "form",
+            form,
+            "transformers' model of that form needs a padding id, and this one has no "
+            "model.pad_token_id: give --form text",
+        )
         slots = hf_to_ours(model, prefix=prefix)
         with (
             console.status("exporting: the checkpoint's checksums") as status,

@@ -33,6 +33,7 @@ MODEL = replace(
     vocab_size=256,
     attention_bias=True,
     tie_word_embeddings=False,
+    pad_token_id=0,
     per_layer=(LayerOverride(layer=1, head_dim=12),),
 )
 
@@ -72,7 +73,7 @@ def test_what_is_exported_is_what_was_trained(model, checkpoint, tmp_path, capsy
     assert len(shards) == 3 and shards[0] == "model-00001-of-00003.safetensors"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert capsys.readouterr().out == (
-        f"{tmp_path}/out: {len(expected)} tensors, float32, 666.5 kB\n"
+        f"{tmp_path}/out: {len(expected)} tensors, float32, 538.9 kB\n"
         "tokenizer: the byte tokenizer, which has no file\n"
     )
 
@@ -186,6 +187,12 @@ def test_impossible_options_are_refused_by_name(checkpoint, options, message, tm
     with pytest.raises(ValueError, match=message):
         export(**options)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_published_form_needs_a_padding_id(tmp_path):
+    checkpoint = save(tmp_path / "run", build(replace(micro(), vocab_size=256), seed=0))
+    with pytest.raises(ValueError, match=r"form = 'published': .* has no model\.pad_token_id"):
+        export(checkpoint, tmp_path / "out", form="published")
 
 
 def test_sizes():

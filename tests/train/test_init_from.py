@@ -12,16 +12,17 @@ import torch
 from rich.console import Console
 from safetensors.torch import save_file
 
-from tests.torch_gemma4.checkpoints import build, load_folder
+from tests.torch_gemma4.checkpoints import assert_same, build, load_folder
 from tests.train import init_from_worker
 from torch_gemma4 import hf
 from torch_gemma4.config import Gemma4Config
-from torch_gemma4.hf_names import TEXT_ONLY_PREFIX
+from torch_gemma4.hf_names import PUBLISHED_PREFIX, TEXT_ONLY_PREFIX
 from torch_gemma4.layer_spec import LayerOverride
 from torch_gemma4.presets import micro
 from train import init_from
 from train.__main__ import Info, Run, main, parse
 from train.config import CheckpointConfig
+from train.export import export
 from train.loop import _take_weights
 from train.presets import PRESETS, cpu_tiny
 from train.run_folder import begins
@@ -45,9 +46,9 @@ def run_config(folder, **model):
 
 
 @pytest.mark.slow
-def test_a_mesh_has_the_files_bits_and_holds_no_stacked_parameter(folder, tmp_path):
-    bf16 = tmp_path / "bf16"
-    hf.save_pretrained(build(MODEL, seed=1), bf16, dtype=torch.bfloat16, prefix=TEXT_ONLY_PREFIX)
+def test_a_mesh_takes_in_a_folder_and_gives_it_back_bit_for_bit(folder, tmp_path):
+    bf16, options = tmp_path / "bf16", {"dtype": torch.bfloat16, "prefix": TEXT_ONLY_PREFIX}
+    hf.save_pretrained(build(MODEL, seed=1), bf16, **options)
     done = subprocess.run(
         [sys.executable, "-m", init_from_worker.__name__, str(folder), str(bf16)],
         capture_output=True,
@@ -58,6 +59,14 @@ def test_a_mesh_has_the_files_bits_and_holds_no_stacked_parameter(folder, tmp_pa
     for line in done.stdout.splitlines():
         read, parameter = map(int, line.split())
         assert read < parameter / 2  # a layer's tensor, or rows of it
+    for original, dtype in ((folder, torch.float32), (bf16, torch.bfloat16)):
+        out = tmp_path / "out" / original.name
+        export(f"{original}-checkpoints/step-00000001", out, dtype=dtype)
+        expected = load_folder(original)
+        expected = {
+            name.replace(PUBLISHED_PREFIX, TEXT_ONLY_PREFIX): t for name, t in expected.items()
+        }
+        assert_same(load_folder(out), expected)
 
 
 # Refusals
