@@ -65,7 +65,7 @@ def test_info_takes_the_same_options():
         (["report", "a.json", "b.json"], "report = a.json b.json: give one report.json"),
         (["report", "--compare", "a.json"], "report = a.json: give two report.json"),
         (["report", "/no/such.json"], "report = '/no/such.json': No such file"),
-        (["rnu"], "no command 'rnu': did you mean run? There are run, info"),
+        (["rnu"], "no command 'rnu': did you mean run? There are run, info, doctor"),
         (["cpu_tiny"], "cpu_tiny is a preset: python -m train --preset cpu_tiny"),
         (["--data.path", "/no/such/text"], "data.path = '/no/such/text': no such file"),
     ],
@@ -119,7 +119,7 @@ def test_help_shows_how_and_the_presets_values():
     )
     assert done.returncode == 0, done.stderr
     head = done.stdout[:1500]
-    assert [line.split()[0] for line in head.splitlines()[5:10]] == list(COMMANDS)
+    assert [line.split()[0] for line in head.splitlines()[5:11]] == list(COMMANDS)
     for piece in ("python -m train --data.path ~/books --steps 1000", "metrics.jsonl", "cpu_tiny:"):
         assert piece in head
     words = " ".join(done.stdout.split())
