@@ -25,6 +25,7 @@ setup(
         "tensorboard>=2.20",
         "tokenizers>=0.22",  # reads tokenizer.json
         "matplotlib>=3.9",  # draws the load of the experts, and a compiled step
+        "packaging>=24",  # doctor reads the pins above
         "fsspec>=2025.3",  # checkpoints: torch itself requires it
     ],
     extras_require={

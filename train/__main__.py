@@ -32,6 +32,7 @@ class Run:
     Commands (--help after one tells its options):
       run        trains; what python -m train does without a command, described here
       info       what a run needs, from its configuration alone
+      doctor     whether this machine can train: versions, devices, a kernel, a step
       compile    what a TPU's compiler says of the training step, without a TPU
       report     such a report once more, or two side by side
       tokenize   documents to tokens, once, for a corpus larger than memory
@@ -77,6 +78,26 @@ class Info:
     to it, but for how it is trained (losses' weights and tiles)."""
     json: bool = False
     """Plain JSON in place of tables."""
+    config: Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doctor:
+    """Tells whether this machine can train as the options say, and what to do where it cannot.
+
+      python -m train doctor                                the default preset, on the CPU
+      python -m train doctor --preset gemma4_26b_a4b        on every host of a slice at once
+
+    Looked at: versions that have to fit each other, the folders that a run writes to, whether
+    libtpu compiles our kernels, the devices, a kernel on them beside its reference, and two steps
+    of a tiny model (not of the preset's) on the whole mesh. Nothing stays behind. The status is 0
+    if all is well, else 2.
+    """
+
+    preset: PresetName
+    """Where every other option has its default from; choose it first."""
+    minutes: float = 5
+    """Time for what could hang: the compiler, and the devices."""
     config: Config
 
 
@@ -177,12 +198,13 @@ class Export:
 COMMANDS = {
     "run": Run,
     "info": Info,
+    "doctor": Doctor,
     "compile": Compile,
     "report": Report,
     "tokenize": Tokenize,
     "export": Export,
 }
-Command = TypeVar("Command", Run, Info, Compile, Report, Tokenize, Export)
+Command = TypeVar("Command", Run, Info, Doctor, Compile, Report, Tokenize, Export)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -204,6 +226,10 @@ def main(arguments: Sequence[str]) -> None:
                 from train.info import print_info
 
                 print_info(config, as_json=as_json)
+            case Doctor(config=config, minutes=minutes):
+                from train.doctor.command import examine
+
+                raise SystemExit(examine(config, minutes))
             case Compile(config=config, topology=topology, out=out):
                 from train.compile.command import compile_and_report
 

@@ -201,6 +201,22 @@ class LogConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProfileConfig:
+    """A trace of some steps, host and devices, in runs/NAME/profile."""
+
+    first: int = 0
+    """First step to trace, such as 10 (step 1 compiles); 0: no trace."""
+    last: int = 0
+    """Last step to trace; a few are enough, a file grows by megabytes a step."""
+
+    def __post_init__(self) -> None:
+        _require_at_least(0, "profile.first", self.first)
+        if self.first or self.last:
+            remedy = f"give a step from profile.first = {self.first} on, or neither of them"
+            _require(1 <= self.first <= self.last, "profile.last", self.last, remedy)
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """One training run. Checks here what depends on more than one part."""
 
@@ -251,6 +267,8 @@ class RunConfig:
     """Generated text."""
     log: LogConfig = LogConfig()
     """Metrics."""
+    profile: ProfileConfig = ProfileConfig()
+    """Traces."""
     model: Gemma4Config
     """What is trained."""
 

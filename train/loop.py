@@ -77,6 +77,7 @@ def _train(
     from train.preemption import PreemptionNotice
     from train.sample import Sampler
     from train.step import make_eval_step, make_logits_step, make_train_step
+    from train.step_trace import StepTrace
     from train.watchdog import Watchdog
 
     console = Console()
@@ -92,6 +93,8 @@ def _train(
         metrics = stack.enter_context(
             MetricsWriter(directory, log, num_steps=config.steps, done=done, console=console)
         )
+        trace = StepTrace(config.profile, directory / "profile", metrics.print)
+        stack.enter_context(trace)
         watchdog = stack.enter_context(Watchdog(config.hang_minutes))
         notice = stack.enter_context(PreemptionNotice())
         metrics.print(f"metrics, TensorBoard scalars and config go to {directory}\n")
@@ -109,10 +112,11 @@ def _train(
         begun = time.perf_counter()
         for step in range(done + 1, config.steps + 1):
             asked = time.perf_counter()
-            batch = _next(batches, step)
-            data_wait = time.perf_counter() - asked
-            with compilations.training_step(step, batch):
-                output = train_step(mesh.place_batch(batch))
+            with trace.around(step):
+                batch = _next(batches, step)
+                data_wait = time.perf_counter() - asked
+                with compilations.training_step(step, batch):
+                    output = train_step(mesh.place_batch(batch))
             # The row of a step is read while the next one runs: the host never holds a TPU up. A
             # CPU has run the step by now, and read a step late its time would count for the next.
             if pending is not None:
@@ -130,9 +134,10 @@ def _train(
             evaluates = evaluator.is_due(step)
             samples = sampler is not None and sampler.is_due(step)
             to_save, is_preempted = saving.decide(step, notice)
-            stops = evaluates or samples or to_save or step == config.steps
+            stops = evaluates or samples or to_save or step == config.steps or trace.is_edge(step)
             if stops or config.mesh.platform == "cpu":
                 begun = pending.log(metrics, begun, evaluator if evaluates else dict)
+                trace.done(step)
                 refuse_to_go_on(step, pending.row, config.optim)
                 pending = None
             if to_save:

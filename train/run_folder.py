@@ -49,9 +49,10 @@ def finished_line(config: RunConfig) -> str | None:
 
 @contextmanager
 def run_folder(config: RunConfig, hosts: Hosts) -> Iterator[Path]:
-    """The run's folder, held for this process; the system lets go of it when the process ends,
-    however that is. Hosts but the first have a folder of their own in it. Raises ValueError for a
-    place that cannot be written, and if another process holds the folder."""
+    """The run's folder with its config.json, held for this process; the system lets go of it when
+    the process ends, however that is. Hosts but the first have a folder of their own in it. Raises
+    ValueError for a place that cannot be written, and if another process holds the folder, in which
+    nothing is changed then."""
     made = str(create_run_directory(config)) if hosts.is_first else ""
     directory = Path(hosts.gather(made)[0])
     if not hosts.is_first:
@@ -69,4 +70,6 @@ def run_folder(config: RunConfig, hosts: Hosts) -> Iterator[Path]:
         file.truncate(0)
         file.write(f"pid {os.getpid()} on {os.uname().nodename}\n")
         file.flush()
+        if hosts.is_first:
+            (directory / "config.json").write_text(config.to_json() + "\n")
         yield directory

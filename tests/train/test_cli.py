@@ -65,7 +65,7 @@ def test_info_takes_the_same_options():
         (["report", "a.json", "b.json"], "report = a.json b.json: give one report.json"),
         (["report", "--compare", "a.json"], "report = a.json: give two report.json"),
         (["report", "/no/such.json"], "report = '/no/such.json': No such file"),
-        (["rnu"], "no command 'rnu': did you mean run? There are run, info"),
+        (["rnu"], "no command 'rnu': did you mean run? There are run, info, doctor"),
         (["cpu_tiny"], "cpu_tiny is a preset: python -m train --preset cpu_tiny"),
         (["--data.path", "/no/such/text"], "data.path = '/no/such/text': no such file"),
     ],

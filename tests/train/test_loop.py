@@ -138,10 +138,12 @@ def test_torchrun_with_one_process_trains(tmp_path):
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node=1", "-m"]
     options = (
         "--name launched --steps 2 --eval.every 0 --sample.length 0 --log.no_tensorboard "
-        "--data.packing fit --data.restart_positions".split()
+        "--data.packing fit --data.restart_positions --profile.first 2 --profile.last 2".split()
     )
     text = train(tmp_path, *options, launcher=launcher)
     assert "step 2/2" in text and "sample" not in text
+    assert "trace of steps 2 to 2 in" in text
+    assert list((tmp_path / "launched" / "profile").rglob("*.xplane.pb"))
     rows = rows_of(tmp_path / "launched")
     assert [row["step"] for row in rows] == [1, 2]
     assert not any("eval_loss" in row for row in rows)

@@ -1,5 +1,6 @@
 """Whose the folder of a run is, and what it says when there is nothing left to do."""
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -32,6 +33,23 @@ def test_one_process_a_folder(tmp_path):
             assert other == tmp_path / "cpu_tiny-2"
     with run_folder(config, Hosts()):
         pass
+
+
+def test_only_who_holds_the_folder_writes_its_config(tmp_path):
+    def steps():
+        return json.loads((tmp_path / "cpu_tiny" / "config.json").read_text())["steps"]
+
+    config = config_in(tmp_path)
+    with run_folder(config, Hosts()):
+        assert steps() == 100
+        with (
+            pytest.raises(ValueError, match="in use"),
+            run_folder(replace(config, steps=7), Hosts()),
+        ):
+            pass
+        assert steps() == 100
+    with run_folder(replace(config, steps=7), Hosts()):
+        assert steps() == 7
 
 
 def test_the_folder_of_a_killed_process_is_free(tmp_path):

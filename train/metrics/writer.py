@@ -41,9 +41,8 @@ others are in the files."""
 
 def create_run_directory(config: RunConfig) -> Path:
     """Makes log.dir/name, or takes the one there if the run may go on from a checkpoint; any other
-    run gets name-2, name-3, ... if that is taken: nothing is ever overwritten. Writes config.json
-    into it. Raises ValueError where no folder can be made, and for a sink whose package is not
-    installed."""
+    run gets name-2, name-3, ... if that is taken: nothing is ever overwritten. Raises ValueError
+    where no folder can be made, and for a sink whose package is not installed."""
     check_sinks(config.log)
     root = Path(config.log.dir)
     may_go_on = config.resume != "never" and config.checkpoint.is_on
@@ -61,7 +60,6 @@ def create_run_directory(config: RunConfig) -> Path:
             f"log.dir = {config.log.dir!r}: no folder can be made there ({error.strerror}). "
             "Give a place to write to"
         ) from error
-    (directory / "config.json").write_text(config.to_json() + "\n")
     return directory
 
 

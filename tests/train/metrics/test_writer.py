@@ -1,7 +1,6 @@
 """A run's folder, and what a person sees; nothing is overwritten."""
 
 import io
-import json
 import math
 import re
 import sys
@@ -37,15 +36,12 @@ def test_the_folder_of_a_run_that_cannot_go_on_is_never_reused(tmp_path, changes
     config = replace(config_in(tmp_path), **changes)
     made = [create_run_directory(config) for _ in range(3)]
     assert [d.name for d in made] == ["cpu_tiny", "cpu_tiny-2", "cpu_tiny-3"]
-    assert json.loads((made[1] / "config.json").read_text()) == json.loads(config.to_json())
 
 
 def test_a_run_that_may_go_on_has_one_folder(tmp_path):
     config = config_in(tmp_path)
     made = [create_run_directory(config) for _ in range(2)]
     assert made == [tmp_path / "runs" / "cpu_tiny"] * 2
-    create_run_directory(replace(config, steps=7))
-    assert json.loads((made[0] / "config.json").read_text())["steps"] == 7
 
 
 def test_run_directory_that_cannot_be_made(tmp_path):
