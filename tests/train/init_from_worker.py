@@ -44,7 +44,9 @@ def main(folders: list[str]) -> None:
         setattr(FolderReader, name, watched)
 
     for folder in folders:
-        expected = Gemma4ForCausalLM(Gemma4Config.from_hf_file(folder))
+        # Experts whole in the first folder's model, in two halves in those of the others.
+        own = replace(Gemma4Config.from_hf_file(folder), split_expert_weights=folder != folders[0])
+        expected = Gemma4ForCausalLM(own)
         load_pretrained(expected, folder)
         largest = 0
         for shape in ({"fsdp": 4}, {"data": 2, "fsdp": 2}):
