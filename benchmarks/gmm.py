@@ -147,7 +147,9 @@ def main(options: Options) -> None:
     options.out.parent.mkdir(parents=True, exist_ok=True)
     for product in options.products:
         for kind in options.kinds:
-            new = [row | kernel_profile.provenance() for row in measure(product, kind)]
+            new = [
+                row | kernel_profile.provenance("benchmarks.gmm") for row in measure(product, kind)
+            ]
             rows = [row for row in rows if (row["product"], row["kind"]) != (product, kind)] + new
             order = list(PRODUCTS)
             rows.sort(key=lambda row: order.index(row["product"]))

@@ -11,6 +11,7 @@ the matrix products G groups, [K, N] one group's matrix.
 from pallas_ops.activation.op import gelu_gate, split_gate_up
 from pallas_ops.attention.op import attention
 from pallas_ops.combine.op import combine
+from pallas_ops.gather_fence.op import gather_fence
 from pallas_ops.gmm.op import gmm
 from pallas_ops.norm_rope.op import norm_rope
 from pallas_ops.permute.op import permute
@@ -25,6 +26,7 @@ __all__ = [
     "RoutingPlan",
     "attention",
     "combine",
+    "gather_fence",
     "gelu_gate",
     "gmm",
     "join_experts",

@@ -48,10 +48,17 @@ _SWITCHES = (
     "enable_moe_block",
     "tie_word_embeddings",
     "layer_scalar_trainable",
+    "split_expert_weights",
 )
 _LOSS_WEIGHTS = ("load_balance_loss_weight", "router_z_loss_weight", "z_loss_weight")
-TRAINING_FIELDS = ("layer_scalar_trainable", *_LOSS_WEIGHTS, "num_loss_tiles")
-"""Fields of Gemma4Config that say how it is trained, of which a `config.json` knows nothing."""
+TRAINING_FIELDS = (
+    "layer_scalar_trainable",
+    *_LOSS_WEIGHTS,
+    "num_loss_tiles",
+    "split_expert_weights",
+)
+"""Fields of Gemma4Config that say how it is trained and stored, of which a `config.json` knows
+nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +110,10 @@ class Gemma4Config:
     """K, experts a token is sent to."""
     moe_intermediate_size: int = 0
     """F, width of one expert."""
+    split_expert_weights: bool = False
+    """Expert weights are stored as two halves of experts, [2, E * F, D] and [2, E * F/2, D], each
+    gathered on its own (`pallas_ops.split_gmm`): the same values in the same order, the same model.
+    Needs even E and F; read only with enable_moe_block."""
 
     hidden_activation: str = "gelu_pytorch_tanh"
     """Gate activation of the dense MLP and of the experts."""
@@ -250,6 +261,11 @@ class Gemma4Config:
             self.top_k_experts,
             f"a token has only num_experts = {self.num_experts} to choose from",
         )
+        if self.enable_moe_block and self.split_expert_weights:
+            for name in ("num_experts", "moe_intermediate_size"):
+                value = getattr(self, name)
+                remedy = "split_expert_weights halves it: give an even number, or turn that off"
+                require(value % 2 == 0, name, value, remedy)
         self._check_layer_lists()
         for index, spec in enumerate(self.layers):
             _check_heads(index, spec, self.num_attention_heads)

@@ -84,7 +84,7 @@ class DecoderLayer(nn.Module):
             (r.dtype, r.dtype, router_dtype),
         )
         dense = self.post_mlp_norm(self.mlp(dense_in))
-        routing = self.router(router_in.flatten(0, 1))
+        routing = self.router(self.experts.fence(router_in.flatten(0, 1), r.dtype))
         routed = self.experts(experts_in.flatten(0, 1), routing.expert_ids, routing.weights)
         routed = self.post_experts_norm(routed.view_as(r))
         return dense + routed, router_statistics(routing, r.shape[0])

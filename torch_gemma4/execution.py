@@ -91,6 +91,9 @@ class Execution:
     dispatch: Literal["gather", "kernel"] = "gather"
     """How tokens go to experts and come back: row by row, or block by block in the kernels of
     `pallas_ops.permute` and `combine`, see `routing_plan`."""
+    fence_expert_gathers: bool = False
+    """The router of a layer waits until its expert weights are gathered (`pallas_ops.gather_fence`)
+    so that those gathers are begun before it; no value changes."""
     loop: LayerLoop = python_loop
     """Runs the layers, and the tiles of the loss."""
     recompute: Callable[[Body], Body] | None = None

@@ -95,7 +95,7 @@ def load_tensors(config: Gemma4Config, folder: str | Path, get_parameter: GetPar
                 f"parameter {slot.parameter} is on the meta device and cannot hold values; "
                 f'call model.to_empty(device="cpu") before loading'
             )
-        parameter.data[slot.index].copy_(slot.ours(reader.tensor(name)))
+        _part(parameter.data, slot).copy_(slot.ours(reader.tensor(name)))
 
 
 def export_tensors(
@@ -198,9 +198,15 @@ def _parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _export(slot: Slot, get_parameter: GetParameter, dtype: torch.dtype | None) -> torch.Tensor:
-    tensor = get_parameter(slot.parameter).detach()[slot.index]
+    tensor = _part(get_parameter(slot.parameter).detach(), slot)
     # Swapping twice is swapping back.
     return slot.ours(tensor.to(dtype=dtype).cpu()).contiguous()
+
+
+def _part(parameter: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """The slot's part of our parameter, a view; [E, A, B] where that is kept in two halves."""
+    part = parameter[slot.index]
+    return part.view(slot.part_shape) if slot.split else part
 
 
 def _text_names(reader: FolderReader) -> list[str]:

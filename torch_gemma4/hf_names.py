@@ -54,9 +54,12 @@ class Slot:
     """Shape of the Hugging Face tensor."""
     transposed: bool = False
     """Our part has its last two dimensions the other way round."""
+    split: bool = False
+    """Our part is kept in two halves of experts, [2, E * A/2, B] instead of [E, A, B]: the same
+    values in the same order."""
 
     def ours(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The Hugging Face tensor the way our part lies; a view."""
+        """The Hugging Face tensor the way our part lies, but for the split; a view."""
         return tensor.transpose(-1, -2) if self.transposed else tensor
 
     @property
@@ -71,7 +74,10 @@ class Slot:
         """(offsets, sizes) of our part in the parameter, an entry a dimension of that."""
         starts = [place.start or 0 if isinstance(place, slice) else place for place in self.index]
         num_layers = sum(isinstance(place, int) for place in self.index)
-        sizes = (1,) * num_layers + self.part_shape
+        own = self.part_shape
+        if self.split:
+            own = (2, own[0] * own[1] // 2, own[2])
+        sizes = (1,) * num_layers + own
         return (*starts, *[0] * (len(sizes) - len(starts))), sizes
 
 
@@ -97,7 +103,8 @@ def hf_to_ours(config: Gemma4Config, *, prefix: str = PUBLISHED_PREFIX) -> dict[
                 f"stack.segments.{segment}.{ours}",
                 (period, position, *_rows(config, theirs)),
                 shape,
-                transposed=ours == "experts.down",
+                transposed=ours.startswith("experts.down"),
+                split=ours.endswith("_halves"),
             )
     slots[f"{prefix}norm.weight"] = Slot("final_norm.weight", (), (config.hidden_size,))
     if not config.tie_word_embeddings:
@@ -134,8 +141,9 @@ def _layer_tensors(
         yield "router.scale", "router.scale", (width,)
         yield "router.per_expert_scale", "router.per_expert_scale", (experts,)
         yield "router.proj.weight", "router.proj.weight", (experts, width)
-        yield "experts.gate_up_proj", "experts.gate_up", (experts, 2 * expert, width)
-        yield "experts.down_proj", "experts.down", (experts, width, expert)
+        suffix = "_halves" if config.split_expert_weights else ""
+        yield "experts.gate_up_proj", f"experts.gate_up{suffix}", (experts, 2 * expert, width)
+        yield "experts.down_proj", f"experts.down{suffix}", (experts, width, expert)
         for theirs, ours in _MOE_NORMS.items():
             yield f"{theirs}.weight", f"{ours}.weight", (width,)
 

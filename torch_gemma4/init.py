@@ -39,8 +39,8 @@ def init_parameters(model: Gemma4ForCausalLM, seed: int = 0) -> None:
         loading never falls back to these. (6) The projection starts linear.
 
     Deterministic in `seed`: each layer's parameter comes from a CPU generator keyed by seed and
-    name, in float32, whatever the device, dtype, device count or stacking; layers of a shape
-    also keep their values when others are added after them.
+    name, in float32, whatever the device, dtype, device count, stacking or split of experts;
+    layers of a shape also keep their values when others are added after them.
 
     Raises ValueError for a parameter on the meta device, which has no place for a value.
     """
@@ -68,8 +68,12 @@ def initial_values(
         segment, _, own_name = name.removeprefix(_STACKED).partition(".")
         for index in product(*map(range, param.shape[:2])):
             layer = model.stack.layer_index(int(segment), *index)
-            key = f"layers.{layer}.{own_name}"
-            yield name, index, _initial_value(own_name, key, param.shape[2:], seed)
+            key = f"layers.{layer}.{own_name.removesuffix('_halves')}"
+            shape = own_shape = param.shape[2:]
+            if own_name.endswith("_halves"):
+                num_experts = model.config.num_experts
+                shape = torch.Size((num_experts, own_shape[:-1].numel() // num_experts, shape[-1]))
+            yield name, index, _initial_value(own_name, key, shape, seed).view(own_shape)
 
 
 def _initial_value(name: str, key: str, shape: torch.Size, seed: int) -> Tensor:
@@ -81,7 +85,7 @@ def _initial_value(name: str, key: str, shape: torch.Size, seed: int) -> Tensor:
     if len(shape) == 1:
         return torch.ones(shape, device="cpu")
     # Products contract the last dim of every matrix but experts.down [E, F, D].
-    fan_in = shape[-2] if name == "experts.down" else shape[-1]
+    fan_in = shape[-2] if name.startswith("experts.down") else shape[-1]
     digest = hashlib.sha256(f"{seed}/{key}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
     normal = torch.randn(shape, generator=generator, device="cpu")

@@ -3,9 +3,18 @@
 No capacity and no dropping: every token meets all its K experts.
 """
 
+import torch
 from torch import Tensor, nn
 
-from pallas_ops import combine, gelu_gate, gmm, permute, routing_plan
+from pallas_ops import (
+    combine,
+    gather_fence,
+    gelu_gate,
+    gmm,
+    permute,
+    routing_plan,
+    split_gmm,
+)
 from torch_gemma4.config import Gemma4Config
 from torch_gemma4.execution import Execution
 from torch_gemma4.linear import unset
@@ -16,27 +25,52 @@ class Experts(nn.Module):
     down_e(gelu_tanh(gate_e x) * up_e x) for e = expert_ids[t, k].
 
     Parameters have D last, so that no full matrix is relaid out around the kernels: `gate_up`
-    [E, 2F, D] (gate rows, then up rows) and `down` [E, F, D].
+    [E, 2F, D] (gate rows, then up rows) and `down` [E, F, D]. With split_expert_weights they are
+    `gate_up_halves` [2, E * F, D] and `down_halves` [2, E * F/2, D]: what
+    `pallas_ops.split_experts` makes, but for its two middle dimensions, which are one here, as
+    torch_xla places no sharded tensor of more than five dimensions and layers are stacked in two.
     """
 
     def __init__(self, config: Gemma4Config, execution: Execution) -> None:
         super().__init__()
-        num_experts, width = config.num_experts, config.moe_intermediate_size
-        self.gate_up = unset(num_experts, 2 * width, config.hidden_size)
-        self.down = unset(num_experts, width, config.hidden_size)
+        self.num_experts, width = config.num_experts, config.moe_intermediate_size
+        self.is_split = config.split_expert_weights
+        if config.split_expert_weights:
+            self.gate_up_halves = unset(2, self.num_experts * width, config.hidden_size)
+            self.down_halves = unset(2, self.num_experts * width // 2, config.hidden_size)
+        else:
+            self.gate_up = unset(self.num_experts, 2 * width, config.hidden_size)
+            self.down = unset(self.num_experts, width, config.hidden_size)
         self.sharding = execution.sharding
         self.dispatch = execution.dispatch
+        self.is_fenced = execution.fence_expert_gathers
         self.reduce_dtype = execution.precision.reduce
+
+    def fence(self, router_in: Tensor, dtype: torch.dtype) -> Tensor:
+        """The router's input [T, D], behind the gathers of these weights in `dtype`, that of x in
+        `forward`, where the execution fences them."""
+        if not self.is_fenced:
+            return router_in
+        return gather_fence(router_in, self._weights(), dtype=dtype, sharding=self.sharding)
 
     def forward(self, x: Tensor, expert_ids: Tensor, weights: Tensor) -> Tensor:
         plan = routing_plan(
             expert_ids,
-            self.down.shape[0],
+            self.num_experts,
             implementation=self.dispatch,
             sharding=self.sharding,
         )
         placed = {"reduce_dtype": self.reduce_dtype, "sharding": self.sharding}
         rows = permute(x, plan, sharding=self.sharding)  # [R, D]
-        hidden = gmm(rows, self.gate_up, plan.group_sizes, transpose_rhs=True, **placed)
-        rows = gmm(gelu_gate(hidden), self.down, plan.group_sizes, **placed)
+        product = split_gmm if self.is_split else gmm
+        gate_up, down = self._weights()
+        hidden = product(rows, gate_up, plan.group_sizes, transpose_rhs=True, **placed)
+        rows = product(gelu_gate(hidden), down, plan.group_sizes, **placed)
         return combine(rows, weights, plan, sharding=self.sharding)
+
+    def _weights(self) -> tuple[Tensor, Tensor]:
+        """gate_up and down, as the products take them."""
+        if not self.is_split:
+            return self.gate_up, self.down
+        by_expert = (self.num_experts, -1)
+        return self.gate_up_halves.unflatten(1, by_expert), self.down_halves.unflatten(1, by_expert)

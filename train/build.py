@@ -38,6 +38,7 @@ def build_execution(config: RunConfig, mesh: MeshLayout) -> Execution:
         sharding=mesh.op_sharding(config.model),
         attention=config.attention,
         dispatch=config.dispatch_in_force[0],
+        fence_expert_gathers=config.fence_expert_gathers,
         loop=XlaLoop(mesh.annotate_layer_gradient) if config.layers == "scan" else python_loop,
         recompute=recompute,
         constrain=mesh.constrain,

@@ -235,6 +235,9 @@ class RunConfig:
     """How tokens go to experts and come back: kernel moves blocks of bf16 rows whose width is a
     multiple of 128, gather any rows one by one; auto takes the kernels where they can, and the plan
     printed before the first step says which."""
+    fence_expert_gathers: bool = False
+    """Each layer's router waits until its expert weights are gathered, so that those gathers begin
+    before it. No number changes."""
     resume: Literal["auto", "required", "never"] = "auto"
     """auto goes on from the newest whole checkpoint of this name, or begins where there is none;
     required refuses to begin; never begins a run of its own, in a folder NAME-2."""

@@ -115,7 +115,8 @@ def _copy(
         nonlocal copied
         tell(f"exporting: {parameter.removeprefix(_WEIGHTS)}")
         for name, slot in by_parameter[parameter]:
-            copied += _copy_overlap(slot, slot.ours(writer.tensor(name)), offsets, piece)
+            copy = _copy_rows if slot.split else _copy_overlap
+            copied += copy(slot, slot.ours(writer.tensor(name)), offsets, piece)
 
     read_pieces(folder, by_parameter, take)
     total = sum(torch.Size(slot.shape).numel() for slot in slots.values())
@@ -138,6 +139,27 @@ def _copy_overlap(slot: Slot, target: Tensor, offsets: torch.Size, piece: Tensor
     target = target[_from(begins, starts, stops)[num_layer_dims:]]
     target.copy_(source[(0,) * num_layer_dims])
     return target.numel()
+
+
+def _copy_rows(slot: Slot, target: Tensor, offsets: torch.Size, piece: Tensor) -> int:
+    """`_copy_overlap` for a part in two halves [2, E * A/2, B], whose `target` is [E, A, B]: the
+    rows of one expert after the other."""
+    num_layer_dims = len(slot.index)
+    layer = [place - offset for place, offset in zip(slot.index, offsets, strict=False)]
+    if not all(0 <= i < size for i, size in zip(layer, piece.shape, strict=False)):
+        return 0
+    own = piece[tuple(layer)]
+    half, first_row, column = offsets[num_layer_dims:]
+    num_experts, num_rows, _ = slot.part_shape
+    for number, rows in enumerate(own.unbind(), start=half):
+        row = number * num_experts * num_rows // 2 + first_row
+        while len(rows):
+            expert, within = divmod(row, num_rows)
+            size = min(num_rows - within, len(rows))
+            columns = slice(column, column + rows.shape[1])
+            target[expert, within : within + size, columns] = rows[:size]
+            row, rows = row + size, rows[size:]
+    return own.numel()
 
 
 def _from(origin: Sequence[int], starts: Sequence[int], stops: Sequence[int]) -> tuple[slice, ...]:

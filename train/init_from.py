@@ -25,6 +25,7 @@ from torch.futures import Future
 
 from torch_gemma4.config import TRAINING_FIELDS, Gemma4Config
 from torch_gemma4.hf import open_weights
+from torch_gemma4.hf_names import Slot
 
 if TYPE_CHECKING:
     from torch_gemma4.model import Gemma4ForCausalLM
@@ -110,6 +111,8 @@ class _HuggingFaceReader(StorageReader):
         name, slot = self._tensors[index.fqn, index.offset]
         rank = len(slot.shape)  # dimensions before it are of layers, of which it has one
         starts, lengths = item.storage_offsets[-rank:], item.lengths[-rank:]
+        if slot.split:
+            return self._halves(name, slot, starts, lengths)
         if slot.part_shape[0] == slot.shape[0]:
             part = slot.ours(self._reader.rows(name, starts[0], starts[0] + lengths[0]))
             starts = (0, *starts[1:])
@@ -118,6 +121,19 @@ class _HuggingFaceReader(StorageReader):
         for dim, (start, length) in enumerate(zip(starts, lengths, strict=True)):
             part = part.narrow(dim, start, length)
         return part
+
+    def _halves(
+        self, name: str, slot: Slot, starts: tuple[int, ...], lengths: tuple[int, ...]
+    ) -> Tensor:
+        """A box of [2, E * A/2, B], as `Slot.split` keeps experts; only those in it are read."""
+        num_experts, num_rows, _ = slot.part_shape
+        halves = []
+        for half in range(starts[0], starts[0] + lengths[0]):
+            row = half * num_experts * num_rows // 2 + starts[1]
+            begin, end = row // num_rows, -(-(row + lengths[1]) // num_rows)
+            part = slot.ours(self._reader.rows(name, begin, end)).flatten(0, 1)
+            halves.append(part.narrow(0, row - begin * num_rows, lengths[1]))
+        return torch.stack(halves).narrow(2, starts[2], lengths[2])
 
     # What this storage has no use for.
 

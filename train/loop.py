@@ -225,6 +225,7 @@ class _Saving:
                 weights | optimizer.state(),
                 batches,
                 mesh.place_whole,
+                mesh.annotate_parameter,
                 functools.partial(console.print, soft_wrap=True, highlight=False, markup=False),
             )
 

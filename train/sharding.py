@@ -43,6 +43,11 @@ RULES: tuple[Rule, ...] = (
     Rule("*lm_head.weight", (-2,), "[V, D]: as the embedding"),
     Rule("*experts.gate_up", (-3, -1), "[E, 2F, D]: whole experts a chip; else columns of D"),
     Rule("*experts.down", (-3, -1), "[E, F, D]: as gate_up"),
+    Rule(
+        "*experts.*_halves",
+        (-2,),
+        "[2, E * F, D]: of each half the rows of half an expert, or more",
+    ),
     Rule("*attention.[qkv]_proj.weight", (-2, -1), "[heads * H, D]: head width divides 128 chips"),
     Rule("*attention.o_proj.weight", (-1, -2), "[D, N * H]: as the other projections"),
     Rule("*mlp.gate_up_proj.weight", (-1, -2), "[2M, D]: 2112 is no multiple of 128, D is"),
@@ -91,7 +96,18 @@ def parameter_spec(name: str, shape: tuple[int, ...], num_shards: int) -> Spec:
 
 def expert_weight_dim(config: Gemma4Config, num_shards: int) -> int:
     """The split dimension of one layer's expert weights [E, F, D], as the kernels count it: 0 or
-    2."""
+    2; in two halves always 0.
+
+    Raises ValueError if the mesh divides neither, or not the experts that are in two halves.
+    """
+    if config.split_expert_weights:
+        if config.num_experts % num_shards:
+            raise ValueError(
+                f"mesh.fsdp = {num_shards} does not divide model.num_experts = "
+                f"{config.num_experts}, which model.split_expert_weights needs: choose mesh.fsdp "
+                "that does, or turn that off"
+            )
+        return 0
     shape = (config.num_experts, config.moe_intermediate_size, config.hidden_size)
     return parameter_spec("experts.down", shape, num_shards).index(WEIGHT_AXIS)
 

@@ -41,6 +41,9 @@ def sample(dtype, sharding, requires_grad=True):
             *(floats(8, 5), floats(2, 4, 3, 5, dtype=wide), four, True, reduce, text),
         ),
         "split_tgmm": (floats(8, 6), floats(8, 5), four, dtype, reduce, text),
+        "gather_fence": (
+            *(floats(4, 5), [torch.randn(4, 3, 5), torch.randn(2, 4, 3, 5)], dtype, text),
+        ),
         "tgmm": (floats(8, 5), floats(8, 4), sizes, dtype, reduce, text),
         "tgmm wide": (floats(8, 5), floats(8, 4), sizes, wide, reduce, text),
         "tgmm of two groups": (floats(8, 5), floats(8, 4), sizes, dtype, reduce, text, 1, 2),

@@ -21,6 +21,7 @@ CONFIGS = {
     "untied with biases": replace(micro(), tie_word_embeddings=False, attention_bias=True),
     "own values": replace(micro(), attention_k_eq_v=False),
     "uneven": replace(micro(), per_layer=(LayerOverride(layer=1, head_dim=12),)),
+    "split experts": replace(micro(), split_expert_weights=True),
     "frozen scalar": replace(micro(), layer_scalar_trainable=False),
 }
 

@@ -65,6 +65,15 @@ def test_layers_that_do_not_repeat_are_one_period():
         ({"top_k_experts": 5}, r"top_k_experts = 5: .* num_experts = 4"),
         ({"moe_intermediate_size": 0}, r"moe_intermediate_size = 0"),
         ({"num_loss_tiles": 0}, r"num_loss_tiles = 0"),
+        ({"split_expert_weights": 1}, r"split_expert_weights = 1: give true or false"),
+        (
+            {"split_expert_weights": True, "num_experts": 5},
+            r"num_experts = 5: split_expert_weights halves it: give an even number, or turn that",
+        ),
+        (
+            {"split_expert_weights": True, "moe_intermediate_size": 7},
+            r"moe_intermediate_size = 7: split_expert_weights halves it",
+        ),
         ({"head_dim": 7}, r"head_dim = 7: layer 0: give an even size"),
         ({"global_head_dim": 9}, r"global_head_dim = 9: layer 2: give an even size"),
         ({"num_key_value_heads": 3}, r"num_key_value_heads = 3: layer 0: .*heads = 4"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from pallas_ops import split_experts
 from tests.torch_gemma4.checkpoints import assert_same, build, load_folder
 from torch_gemma4 import hf
 from torch_gemma4.config import Gemma4Config
@@ -29,6 +30,7 @@ VARIANTS = {
     "untied": replace(micro(), tie_word_embeddings=False),
     "biases": replace(micro(), attention_bias=True),
     "own values": replace(micro(), attention_k_eq_v=False),
+    "split experts": replace(micro(), split_expert_weights=True),
     "dense": replace(micro(), enable_moe_block=False),
     "uneven": replace(micro(), per_layer=(LayerOverride(layer=1, head_dim=12),)),
     "frozen scalar": replace(micro(), layer_scalar_trainable=False),
@@ -70,7 +72,11 @@ def test_slots_cover_every_parameter_exactly_once(config):
         counts[slot.parameter][slot.index] += 1
         ours = torch.empty(shapes[slot.parameter], device="meta")[slot.index]
         theirs = torch.empty(slot.shape, device="meta")
-        assert slot.ours(theirs).shape == ours.shape == slot.part_shape, name
+        assert slot.ours(theirs).shape == slot.part_shape
+        if slot.split:
+            assert split_experts(slot.ours(theirs)).flatten(1, 2).shape == ours.shape, name
+        else:
+            assert ours.shape == slot.part_shape, name
         offsets, sizes = slot.box
         box = torch.empty(shapes[slot.parameter], device="meta")[
             tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
@@ -165,6 +171,18 @@ def test_every_kind_of_model_survives(config, prefix, tmp_path):
     assert_same(other.state_dict(), model.state_dict())
     assert set(load_folder(tmp_path / "out")) == set(hf_to_ours(config, prefix=prefix))
     assert Gemma4Config.from_hf_file(tmp_path / "out").layers == config.layers
+
+
+def test_files_do_not_depend_on_the_split_of_experts(tmp_path):
+    whole, split = (build(VARIANTS[name], seed=0) for name in ("micro", "split experts"))
+    for name, tensor in split.state_dict().items():
+        tensor.copy_(whole.state_dict()[name.removesuffix("_halves")].reshape(tensor.shape))
+    for name, model in (("whole", whole), ("split", split)):
+        hf.save_pretrained(model, tmp_path / name)
+    assert_same(load_folder(tmp_path / "split"), load_folder(tmp_path / "whole"))
+    again = build(VARIANTS["split experts"])
+    hf.load_pretrained(again, tmp_path / "whole")
+    assert_same(again.state_dict(), split.state_dict())
 
 
 def test_orientation_of_fused_and_transposed_tensors(checkpoint):

@@ -47,6 +47,15 @@ def test_values_do_not_depend_on_stacking() -> None:
         assert torch.equal(param[:, 0], other[0])
 
 
+def test_values_do_not_depend_on_the_split_of_experts() -> None:
+    whole = model_of(micro())
+    split = model_of(replace(micro(), split_expert_weights=True))
+    parameters = {n.removesuffix("_halves"): p for n, p in split.named_parameters()}
+    assert parameters["stack.segments.0.experts.gate_up"].shape == (2, 2, 2, 4 * 32, 32)
+    for name, param in whole.named_parameters():
+        assert torch.equal(parameters[name].reshape(param.shape), param), name
+
+
 def test_every_layer_and_every_matrix_differs() -> None:
     values: list[Tensor] = [v for _, _, v in initial_values(model_of(micro())) if v.ndim > 1]
     first = [round(v.flatten()[0].item(), 9) for v in values]

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pallas_ops import split_experts
 from torch_gemma4.execution import Execution, Precision
 from torch_gemma4.mlp import MLP
 from torch_gemma4.moe import Experts
@@ -99,3 +100,22 @@ def test_a_plan_for_kernels_changes_nothing() -> None:
     _, ids, weights = routed(23, torch.float32)
     x = torch.randn(23, 128, dtype=torch.bfloat16)
     assert torch.equal(by_blocks(x, ids, weights), by_rows(x, ids, weights))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_experts_in_two_halves_are_the_same_experts(dtype: torch.dtype) -> None:
+    config = replace(micro(), hidden_size=DIM, moe_intermediate_size=WIDTH, num_experts=6)
+    execution = Execution(precision=Precision.uniform(dtype))
+    whole = Experts(config, execution).to(dtype)
+    split = Experts(replace(config, split_expert_weights=True), execution).to(dtype)
+    with torch.no_grad():
+        for name, param in whole.named_parameters():
+            param.normal_(std=0.1)
+            split.get_parameter(f"{name}_halves").copy_(split_experts(param).flatten(1, 2))
+    x, ids, weights = routed(23, dtype)
+    results = []
+    for experts in (whole, split):
+        y = experts(x, ids, weights)
+        grads = torch.autograd.grad(y.sum(), [x, weights, *experts.parameters()])
+        results.append([y, *(grad.reshape(-1) for grad in grads)])
+    torch.testing.assert_close(*results, rtol=0, atol=0)

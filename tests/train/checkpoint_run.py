@@ -42,6 +42,7 @@ class Run:
             self.tensors,
             self.data,
             lambda tensor: tensor,
+            lambda name, tensor: tensor,
             self.told.append,
         )
 

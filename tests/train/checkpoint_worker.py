@@ -1,7 +1,7 @@
 """Trains a micro model on a virtual mesh from the newest checkpoint in a folder, in a process of
 its own, and saves what test_checkpoint_mesh.py compares.
 
-    python -m tests.train.checkpoint_worker OUT.npz FOLDER --fsdp 4 [--data 1] [--save 3]
+    python -m tests.train.checkpoint_worker OUT.npz FOLDER --fsdp 4 [--data 1] [--save 3] [--split]
 
 Arrays: start, the step it went on from; losses of the steps after; state/<name> at the step to save
 or, without one, as restored; compilations after each step; num_copied, elements that a checkpoint
@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("--fsdp", type=int)
     parser.add_argument("--data", type=int, default=1)
     parser.add_argument("--save", type=int)
+    parser.add_argument("--split", action="store_true")
     parser.add_argument("--until", type=int, default=STEPS)
     arguments = parser.parse_args()
 
@@ -41,7 +42,12 @@ def main() -> None:
         precision=PrecisionConfig(compute="float32"),
         data=DataConfig(sequence_length=32, batch_size=8),
         optim=OptimConfig(learning_rate=1e-2, warmup_steps=2, skip_outliers=50, outlier_window=4),
-        model=replace(presets.micro(), vocab_size=256, load_balance_loss_weight=0.01),
+        model=replace(
+            presets.micro(),
+            vocab_size=256,
+            load_balance_loss_weight=0.01,
+            split_expert_weights=arguments.split,
+        ),
     )
     prepare_environment(config.mesh)
     import torch_xla.debug.metrics as counters
@@ -71,7 +77,14 @@ def main() -> None:
     model, optimizer = _build(config, mesh)
     tensors = dict(model.named_parameters()) | optimizer.state()
     checkpointer = Checkpointer(
-        config, arguments.folder, Hosts(), tensors, data, mesh.place_whole, print
+        config,
+        arguments.folder,
+        Hosts(),
+        tensors,
+        data,
+        mesh.place_whole,
+        mesh.annotate_parameter,
+        print,
     )
     start = checkpointer.restore()
 

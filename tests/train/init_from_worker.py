@@ -48,7 +48,9 @@ def main(folders: list[str]) -> None:
 
     shapes = ({"fsdp": 4}, {"data": 2, "fsdp": 2})
     for folder, shape in zip(folders, shapes, strict=True):
-        expected = Gemma4ForCausalLM(Gemma4Config.from_hf_file(folder))
+        # Experts whole in the first folder's model, in two halves in the other's.
+        own = replace(Gemma4Config.from_hf_file(folder), split_expert_weights=folder != folders[0])
+        expected = Gemma4ForCausalLM(own)
         load_pretrained(expected, folder)
         largest = 0
         config = replace(

@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("--recompute", default="none")
     parser.add_argument("--attention", default="einsum")
     parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--split", action="store_true")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--fsdpv2", action="store_true")
     arguments = parser.parse_args()
@@ -40,6 +41,7 @@ def main() -> None:
         router_z_loss_weight=0.001,
         z_loss_weight=1e-4,
         num_loss_tiles=2,
+        split_expert_weights=arguments.split,
     )
     config = RunConfig(
         name="mesh_worker",

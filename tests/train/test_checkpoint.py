@@ -3,6 +3,7 @@
 State here is of CPU tensors; test_checkpoint_mesh.py has those of a mesh.
 """
 
+import json
 import threading
 import time
 import uuid
@@ -12,7 +13,14 @@ import torch
 
 from tests.train.checkpoint_run import Run, damage, path_of
 from train.checkpoint import saver
+from train.config import RunConfig
 from train.exit_codes import StorageFailure
+
+
+def _without_split(config):
+    fields = json.loads(config.to_json())
+    del fields["model"]["split_expert_weights"]
+    return fields
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -167,15 +175,50 @@ def test_a_checkpoint_of_another_model_is_refused(address, model, message):
 
 def test_a_checkpoint_of_another_weight_layout_is_refused(address, monkeypatch):
     Run(address).save(4)
-    monkeypatch.setattr("train.checkpoint.compatibility.LAYOUT", "stacked-2")
+    monkeypatch.setattr("train.checkpoint.compatibility.LAYOUTS", ("stacked-2", "stacked-3"))
     message = (
-        "step-00000004 has weight layout 'stacked-1', and this program reads 'stacked-2'. Go on "
-        r"with the program that wrote it \(torch-gemma4 0.1.0\), or give another --name"
+        "step-00000004 has weight layout 'stacked-1', and this program reads 'stacked-2' and "
+        r"'stacked-3'. Go on with the program that wrote it \(torch-gemma4 0.1.0\), or give "
+        "another --name"
     )
     with pytest.raises(ValueError, match=message):
         Run(address).checkpointer.restore()
     monkeypatch.undo()
     assert Run(address).restored() == 4
+
+
+@pytest.mark.parametrize("saved_split", [False, True])
+def test_experts_whole_or_in_halves_are_converted_bit_for_bit(address, saved_split):
+    """Weights and both moments, with their names and shapes in the model."""
+    whole = torch.arange(2 * 3 * 8 * 6 * 5.0).view(2, 3, 8, 6, 5)
+    forms = {False: whole, True: whole.view(2, 3, 2, 24, 5)}
+    names = [
+        f"{kind}/stack.segments.0.experts.{matrix}"
+        for kind in ("model", "exp_avg", "exp_avg_sq")
+        for matrix in ("gate_up", "down")
+    ]
+    for is_split in (saved_split, not saved_split):
+        run = Run(address, model={"split_expert_weights": is_split})
+        suffix = "_halves" if is_split else ""
+        own = {name: torch.zeros(forms[is_split].shape) for name in names}
+        run.tensors |= {name + suffix: tensor for name, tensor in own.items()}
+        if is_split == saved_split:
+            for number, name in enumerate(names):
+                own[name].copy_(forms[is_split] + number)
+            run.save(4)
+    assert run.restored() == 4
+    for number, name in enumerate(names):
+        assert torch.equal(own[name], forms[not saved_split] + number)
+    old, new = ("stacked-1-split-experts", "stacked-1")[:: 1 if saved_split else -1]
+    assert run.told[1:] == [f"its weight layout '{old}' is converted to '{new}': no bit changed"]
+
+
+def test_a_checkpoint_from_before_the_split_goes_on(address, monkeypatch):
+    monkeypatch.setattr(RunConfig, "to_dict", _without_split)
+    Run(address).save(4)
+    monkeypatch.undo()
+    run = Run(address)
+    assert run.restored() == 4 and len(run.told) == 1
 
 
 @pytest.mark.parametrize(

@@ -73,3 +73,21 @@ def test_the_state_is_exact_and_the_losses_go_on(saved, mesh, tmp_path):
         # What is loaded lies as a step leaves it: the step is compiled once.
         assert len(set(found["compilations"].tolist())) == 1
         assert found["compilations"][0] <= expected["compilations"][0]
+
+
+def test_a_checkpoint_of_whole_experts_goes_on_with_split_ones(saved, tmp_path):
+    folder, expected = saved
+    shutil.copytree(folder, tmp_path / "run")
+    found, text = run(tmp_path / "out.npz", tmp_path / "run", *ON_FOUR, "--split")
+    assert text.splitlines()[1] == (
+        "its weight layout 'stacked-1' is converted to 'stacked-1-split-experts': no bit changed"
+    )
+    assert "other settings" not in text
+    states = {name: array for name, array in expected.items() if name.startswith("state/")}
+    for name, array in states.items():
+        if name.endswith(("experts.gate_up", "experts.down")):
+            assert found[f"{name}_halves"].shape[2] == 2
+            found[name] = found[f"{name}_halves"].reshape(array.shape)
+        np.testing.assert_array_equal(found[name], array)
+    np.testing.assert_allclose(found["losses"], expected["losses"][SAVED:], LOSS_TOLERANCE)
+    assert len(set(found["compilations"].tolist())) == 1

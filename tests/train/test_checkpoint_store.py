@@ -8,7 +8,7 @@ from dataclasses import replace
 import fsspec
 import pytest
 
-from train.checkpoint.manifest import LAYOUT, Damaged, FileRecord, Manifest, installed_versions
+from train.checkpoint.manifest import Damaged, FileRecord, Manifest, installed_versions
 from train.checkpoint.store import MARK, CheckpointStore
 
 CONTENT = bytes(range(256)) * 40
@@ -29,7 +29,7 @@ def manifest(step=1, permanent=False):
         step=step,
         permanent=permanent,
         written="2026-11-29T12:00:00+00:00",
-        layout=LAYOUT,
+        layout="stacked-1",
         config={"steps": 3},
         data={"next_sequence": 7},
         versions=installed_versions(),

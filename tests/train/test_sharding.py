@@ -30,6 +30,7 @@ MODELS = {
     "biases": replace(models.micro(), attention_bias=True),
     "untied": replace(models.micro(), tie_word_embeddings=False),
     "own values": replace(models.micro(), attention_k_eq_v=False),
+    "split experts": replace(models.micro(), split_expert_weights=True),
     "dense": replace(models.micro(), enable_moe_block=False),
 }
 every_model = pytest.mark.parametrize("config", MODELS.values(), ids=MODELS)
@@ -91,6 +92,27 @@ def test_26b_on_128_chips():
     # 25.23 B parameters of 4 bytes, thrice (two moments), over 128 chips; 1-D ones on each.
     assert 3 * parameters == state.persistent
     assert 3 * parameters / 1e9 == pytest.approx(2.37, abs=0.005)
+
+
+def test_experts_in_two_halves_lie_as_whole_ones_do():
+    config = replace(MODELS["26b"], split_expert_weights=True)
+    tables = (
+        sharding_table(c, MeshConfig(fsdp=128, platform="tpu")) for c in (MODELS["26b"], config)
+    )
+    whole, split = ({row.parameter: row for row in table} for table in tables)
+    gate_up = split["stack.segments.0.experts.gate_up_halves"]
+    assert gate_up.shape == (5, 5, 2, 128 * 704, 2816)
+    assert gate_up.spec == (None, None, None, "fsdp", None)
+    assert split["stack.segments.0.experts.down_halves"].shape == (5, 5, 2, 128 * 352, 2816)
+    bytes_of = {name.removesuffix("_halves"): row.bytes_per_chip for name, row in split.items()}
+    assert bytes_of == {name: row.bytes_per_chip for name, row in whole.items()}
+    assert expert_weight_dim(config, 128) == 0
+    message = (
+        "mesh.fsdp = 256 does not divide model.num_experts = 128, which "
+        "model.split_expert_weights needs: choose mesh.fsdp that does, or turn that off"
+    )
+    with pytest.raises(ValueError, match=message):
+        expert_weight_dim(config, 256)
 
 
 def test_replicas_on_the_data_axis_do_not_change_a_chips_bytes():

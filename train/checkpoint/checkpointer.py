@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from train.checkpoint.compatibility import changed_fields, refuse_other_model
-from train.checkpoint.manifest import LAYOUT, Damaged, Manifest, installed_versions
+from train.checkpoint.layout import layout_of, stored_form
+from train.checkpoint.manifest import Damaged, Manifest, installed_versions
 from train.checkpoint.saver import Saver
 from train.checkpoint.store import CheckpointStore, find_checkpoint
-from train.checkpoint.tensors import host_copy, read, stored_shapes
+from train.checkpoint.tensors import host_copy, read, reshape_into, stored_shapes
 from train.exit_codes import StorageFailure
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class DataPosition(Protocol):
 class Checkpointer:
     """The checkpoints of one run.
 
-    checkpointer = Checkpointer(config, address, hosts, tensors, data, place, tell)
+    checkpointer = Checkpointer(config, address, hosts, tensors, data, place, lay, tell)
     step = checkpointer.restore()             steps done: 0 without a checkpoint
     ... after each step:
     due = checkpointer.is_due(step)           all hosts must agree on it (Hosts.any)
@@ -45,8 +46,9 @@ class Checkpointer:
     checkpointer.wait()                       before the process ends
 
     `tensors` are the live ones of the run: parameters, moments, counters. They are read at `save`
-    and filled at `restore`; `place` puts a whole CPU tensor onto the mesh. The CPU's random state
-    is saved with them; `tell` gets a line for a person.
+    and filled at `restore`; `place` puts a whole CPU tensor onto the mesh, and `lay(name, tensor)`
+    states that a new tensor lies there as the one of that name does. The CPU's random state is
+    saved with them; `tell` gets a line for a person.
     """
 
     def __init__(
@@ -57,10 +59,11 @@ class Checkpointer:
         tensors: dict[str, Tensor],
         data: DataPosition,
         place: Callable[[Tensor], Tensor],
+        lay: Callable[[str, Tensor], Tensor],
         tell: Callable[[str], None],
     ) -> None:
         self._config, self._hosts, self._tensors, self._data = config, hosts, tensors, data
-        self._place, self._tell = place, tell
+        self._place, self._lay, self._tell = place, lay, tell
         self._store = CheckpointStore(address)
         self._saver = Saver(self._store, hosts, config.checkpoint.keep, tell)
         self._last_save = time.monotonic()
@@ -93,7 +96,7 @@ class Checkpointer:
             step=step,
             permanent=self.is_permanent(step),
             written=datetime.now(UTC).isoformat(timespec="seconds"),
-            layout=LAYOUT,
+            layout=layout_of(self._config.model),
             config=self._config.to_dict(),
             data=self._data.state_dict(),
             versions=installed_versions(),
@@ -198,7 +201,12 @@ class Checkpointer:
         folder = store.folder(manifest.step)
         rng = torch.get_rng_state()
         tensors = self._tensors | {_RNG: rng}
-        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        model, layout = self._config.model, manifest.layout
+        forms = {
+            name: stored_form(name, tuple(tensor.shape), model.num_experts, layout)
+            for name, tensor in tensors.items()
+        }
+        shapes = dict(forms.values())
         stored = stored_shapes(folder)
         if stored != shapes:
             names = stored.keys() | shapes.keys()
@@ -210,9 +218,20 @@ class Checkpointer:
                 f"{manifest.versions.get('torch-gemma4')}"
             )
         self._data.load_state_dict(manifest.data)
-        read(folder, tensors, self._hosts, self._place)
+        others = {
+            name: self._lay(form, tensors[name].new_zeros(shape))
+            for name, (form, shape) in forms.items()
+            if form != name
+        }
+        filled = {forms[name][0]: tensor for name, tensor in (tensors | others).items()}
+        read(folder, filled, self._hosts, self._place)
+        reshape_into(tensors, others, self._lay)
         torch.set_rng_state(rng)
         self._tell(f"going on from step {manifest.step}: {folder} ({manifest.written})")
+        if others:
+            self._tell(
+                f"its weight layout {layout!r} is converted to {layout_of(model)!r}: no bit changed"
+            )
         changes = changed_fields(manifest.config, self._config.to_dict())
         if changes:
             self._tell(f"with other settings than it was written with: {', '.join(changes)}")

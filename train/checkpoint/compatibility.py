@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from train.checkpoint.manifest import LAYOUT, Manifest
+from train.checkpoint.layout import LAYOUTS
+from train.checkpoint.manifest import Manifest
 
 if TYPE_CHECKING:
     from train.config import RunConfig
 
+_SPLIT = "model.split_expert_weights"
+"""Not another model, but another layout of the same: a checkpoint is converted, which is told."""
 _TRAINING_ONLY = frozenset(
     f"model.{name}"
     for name in (
@@ -18,7 +21,7 @@ _TRAINING_ONLY = frozenset(
         "num_loss_tiles",
     )
 )
-"""Fields of the model's configuration that do not make it another model."""
+"""Fields of the model's configuration that are about its training."""
 _ABOUT_THE_RUN = (
     "name",
     "resume",
@@ -29,26 +32,30 @@ _ABOUT_THE_RUN = (
     "eval.",
     "sample.",
     "mesh.",
+    _SPLIT,
 )
 """Settings that change no number of the training: not worth a line."""
 
 
 def refuse_other_layout(folder: str, manifest: Manifest) -> None:
-    """Raises ValueError if the checkpoint in `folder` is of another weight layout."""
-    if manifest.layout != LAYOUT:
+    """Raises ValueError if the checkpoint in `folder` is of a weight layout that nothing here
+    reads."""
+    if manifest.layout not in LAYOUTS:
         raise ValueError(
-            f"{folder} has weight layout {manifest.layout!r}, and this program reads {LAYOUT!r}. "
-            f"Go on with the program that wrote it ({_writer(manifest)}), or give another --name"
+            f"{folder} has weight layout {manifest.layout!r}, and this program reads "
+            f"{' and '.join(map(repr, LAYOUTS))}. Go on with the program that wrote it "
+            f"({_writer(manifest)}), or give another --name"
         )
 
 
 def refuse_other_model(folder: str, manifest: Manifest, config: RunConfig) -> None:
-    """Raises ValueError if the checkpoint in `folder` is of another weight layout or model."""
+    """Raises ValueError if the checkpoint in `folder` is of another model, or of a weight layout
+    that nothing here reads."""
     refuse_other_layout(folder, manifest)
     changes = [
         text
         for name, text in _differences(manifest.config, config.to_dict())
-        if name.startswith("model.") and name not in _TRAINING_ONLY
+        if name.startswith("model.") and name not in (*_TRAINING_ONLY, _SPLIT)
     ]
     if changes:
         raise ValueError(

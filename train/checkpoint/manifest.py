@@ -9,9 +9,6 @@ from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-LAYOUT = "stacked-1"
-"""Names and shapes of the tensors: `stack.segments.J...` stacked [periods, layers, ...]. A change
-that makes old tensors unreadable takes the next number."""
 _PACKAGES = ("torch-gemma4", "torch", "torch_xla", "jax", "libtpu", "numpy", "grain")
 
 
@@ -40,7 +37,7 @@ class Manifest:
     written: str
     """UTC time, ISO 8601."""
     layout: str
-    """`LAYOUT` of the program that wrote it."""
+    """Names and shapes of its tensors, see train/checkpoint/layout.py."""
     config: dict[str, Any]
     """The run's configuration."""
     data: dict[str, Any]

@@ -111,6 +111,19 @@ def fill(
         tensors[name].data = place(buffers[name])
 
 
+@torch.no_grad()
+def reshape_into(
+    tensors: dict[str, Tensor], others: dict[str, Tensor], lay: Callable[[str, Tensor], Tensor]
+) -> None:
+    """Fills those of `tensors` that `others` names with its values, in their order; they lie as
+    before, which `lay` states."""
+    for name, other in others.items():
+        tensors[name].copy_(other.reshape(tensors[name].shape))
+        lay(name, tensors[name])
+    if any(other.device.type == "xla" for other in others.values()):
+        torch_xla.sync()  # else the first step would be another program than the rest
+
+
 def stored_shapes(folder: str) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor in `folder`."""
     metadata = FsspecReader(folder).read_metadata()

@@ -1,0 +1,1 @@
+"""Values that are not there before given weights are gathered."""

@@ -1,0 +1,26 @@
+"""The fence itself: a barrier between gathered weights and a value, and no arithmetic at all."""
+
+from __future__ import annotations
+
+import jax
+
+
+def gather_fence_sharded(
+    x: jax.Array,
+    *weights: jax.Array,
+    dtype: str,
+    weight_axis: str,
+    weight_dim: int,
+    interpret: bool,
+) -> tuple[jax.Array]:
+    """Inside shard_map. x is this device's rows; weights its shards, [E, ., .] or the halves
+    [2, E, ., .]. They are cast and gathered exactly as `gmm` and `split_gmm` do, so that the
+    compiler sees one gather where there are two."""
+    del interpret
+    gathered = []
+    for weight in weights:
+        for part in weight if weight.ndim == 4 else (weight,):
+            part = part.astype(dtype)
+            gathered.append(jax.lax.all_gather(part, weight_axis, axis=weight_dim, tiled=True))
+    x, *_ = jax.lax.optimization_barrier((x, *gathered))
+    return (x,)
