@@ -6,6 +6,8 @@ and windowed, and the router's softmax, the norms and the element-wise work are 
 tokens and 2 sequences a chip the 26B comes to 923.287 TFLOP a chip and step.
 """
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil, prod
 
@@ -77,8 +79,8 @@ class StateBytes:
 
     parameters: int
     """Master weights."""
-    adam_moments: int
-    """AdamW's two moments."""
+    moments: int
+    """What the optimizer keeps, AdamW's two moments by default."""
     gradients: int
     """Gradients, while they live."""
     gathered_layer: int
@@ -89,7 +91,7 @@ class StateBytes:
     @property
     def persistent(self) -> int:
         """Bytes held from step to step."""
-        return self.parameters + self.adam_moments
+        return self.parameters + self.moments
 
 
 def parameter_table(config: Gemma4Config) -> list[PartCount]:
@@ -161,24 +163,30 @@ def state_bytes(
     *,
     parameter_bytes: int = 4,
     compute_bytes: int = 2,
+    num_moments: Callable[[str], int] = lambda name: 2,
 ) -> StateBytes:
     """State of one of `num_chips` chips; weights, gradients and moments take `parameter_bytes` an
-    element, gathered weights `compute_bytes`. Raises ValueError for less than 1 chip."""
+    element, gathered weights `compute_bytes`; `num_moments` is asked by a parameter's name. Raises
+    ValueError for less than 1 chip."""
     _require_positive(num_chips=num_chips)
-    sharded, replicated = 0, 0
+    sharded, moments, replicated, replicated_moments = 0, Counter(), 0, 0
     layers = [0] * config.num_hidden_layers
     for name, slot in hf_to_ours(config, prefix=TEXT_ONLY_PREFIX).items():
         count = prod(slot.shape)
+        kept = num_moments(slot.parameter)
         if len(slot.shape) > 1:
             sharded += count
+            moments[kept] += count
         else:
             replicated += count
+            replicated_moments += kept * count
         if name.startswith("model.layers."):
             layers[int(name.split(".")[2])] += count
     own = (ceil(sharded / num_chips) + replicated) * parameter_bytes
+    own_moments = sum(kept * ceil(count / num_chips) for kept, count in moments.items())
     return StateBytes(
         parameters=own,
-        adam_moments=2 * own,
+        moments=(own_moments + replicated_moments) * parameter_bytes,
         gradients=own,
         gathered_layer=max(layers) * compute_bytes,
         gathered_embedding=config.vocab_size * config.hidden_size * compute_bytes,

@@ -16,6 +16,8 @@ from torch_gemma4.execution import Execution, Precision, python_loop
 from torch_gemma4.init import initial_values
 from torch_gemma4.model import Gemma4ForCausalLM
 from torch_gemma4.recompute import recompute_layer
+from train.muon import Muon
+from train.optim import AdamW
 from train.sharding import RULES
 from train.xla_loop import XlaLoop
 
@@ -68,6 +70,16 @@ def decays(name: str) -> bool:
     """Whether weight decay applies to parameter `name`: to matrices, which are what the sharding
     rules split."""
     return any(rule.dims and fnmatchcase(name, rule.pattern) for rule in RULES)
+
+
+def build_optimizer(config: RunConfig, mesh: MeshLayout, model: Gemma4ForCausalLM) -> AdamW:
+    """The optimizer of `config.optim`, its state on the mesh as the parameters are."""
+    arguments = (dict(model.named_parameters()), config.optim, config.steps)
+    options = {"decays": decays, "zeros_like": functools.partial(sharded_zeros, mesh)}
+    if config.optim.name == "adamw":
+        return AdamW(*arguments, **options)
+    dtype = getattr(torch, config.precision.compute)
+    return Muon(*arguments, **options, dtype=dtype, whole=mesh.whole_matrices)
 
 
 def sharded_zeros(mesh: MeshLayout, name: str, like: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from pallas_ops.routing.limits import why_no_kernel
 from torch_gemma4.config import Gemma4Config
 from train.data.config import DataConfig
 from train.data.tokenizer import ByteTokenizer
+from train.sharding import is_hidden_matrix
 from train.validate import require as _require
 from train.validate import require_at_least as _require_at_least
 
@@ -65,8 +66,11 @@ class PrecisionConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimConfig:
-    """AdamW with linear warm-up; weight decay touches no 1-D parameter."""
+    """AdamW or Muon with linear warm-up; weight decay touches no 1-D parameter."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """muon moves hidden matrices along their momentum made orthogonal, and all else as adamw; the
+    same learning rate and weight decay suit both (train/muon.py)."""
     learning_rate: float = 3e-3
     """At its peak, after warm-up."""
     warmup_steps: int = 20
@@ -80,6 +84,8 @@ class OptimConfig:
     """Share of all steps over which wsd falls."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of the first and second moment."""
+    momentum: float = 0.95
+    """Of Muon's matrices."""
     eps: float = 1e-8
     """Added to the root of the second moment."""
     weight_decay: float = 0.1
@@ -105,8 +111,13 @@ class OptimConfig:
         for name in ("min_lr_ratio", "decay_share"):
             share = getattr(self, name)
             _require(0 <= share <= 1, f"optim.{name}", share, "give a share between 0 and 1")
+        _require(0 <= self.momentum < 1, "optim.momentum", self.momentum, "give a decay in [0, 1)")
         for beta in self.betas:
             _require(0 <= beta < 1, "optim.betas", self.betas, "give two decays in [0, 1)")
+
+    def num_moments(self, parameter: str) -> int:
+        """Tensors of state that the optimizer keeps for a parameter, by its name."""
+        return 1 if self.name == "muon" and is_hidden_matrix(parameter) else 2
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,12 @@ def collect_info(config: RunConfig) -> dict[str, Any]:
         **step,
     )
     # State is sharded over fsdp and repeated over data.
-    state = state_bytes(config.model, config.mesh.fsdp, compute_bytes=compute_bytes)
+    state = state_bytes(
+        config.model,
+        config.mesh.fsdp,
+        compute_bytes=compute_bytes,
+        num_moments=config.optim.num_moments,
+    )
     return {
         "name": config.name,
         "mesh": dict(config.mesh.axes),

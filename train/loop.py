@@ -153,18 +153,10 @@ def _train(
 
 
 def _build(config: RunConfig, mesh: DeviceMesh) -> tuple[Gemma4ForCausalLM, AdamW]:
-    from train.build import build_model, decays, sharded_zeros
-    from train.optim import AdamW
+    from train.build import build_model, build_optimizer
 
     model = build_model(config, mesh)
-    optimizer = AdamW(
-        dict(model.named_parameters()),
-        config.optim,
-        config.steps,
-        decays=decays,
-        zeros_like=functools.partial(sharded_zeros, mesh),
-    )
-    return model, optimizer
+    return model, build_optimizer(config, mesh, model)
 
 
 def _take_weights(

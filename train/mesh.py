@@ -7,6 +7,7 @@ One process a host owns all its devices; the mesh spans all hosts. Device order 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -72,6 +73,12 @@ class MeshLayout:
         """States that a value shaped as parameter `name`, or as one layer of it, lies as it is
         stored."""
         return self.annotate(tensor, self.parameter_spec(name, tensor))
+
+    def whole_matrices(self, name: str, parameter: Tensor) -> Callable[[Tensor], Tensor]:
+        """States that values stacked as parameter `name` [..., rows, columns] is, with whatever
+        dims behind the stack, lie as it along the stack, and whole in all other dims."""
+        stack = self.parameter_spec(name, parameter)[:-2]
+        return lambda tensor: self.annotate(tensor, (*stack, *[None] * (tensor.ndim - len(stack))))
 
     def annotate_layer_gradient(self, name: str, grad: Tensor) -> Tensor:
         """The same inside a layer loop, where what all devices share has a copy for each row shard

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from train.config import OptimConfig
 
 
+Direction = tuple[dict[str, Tensor], Tensor]
+"""(a parameter's new moments by kind, what learning rate times it is subtracted from it)."""
+
+
 def _zeros_like(name: str, like: Tensor) -> Tensor:
     return torch.zeros_like(like, dtype=torch.float32)
 
@@ -69,17 +73,22 @@ class AdamW:
                 f"none of {len(parameters)} parameters requires grad: there is nothing to train"
             )
         self.decays = {name: decays(name) for name in self.parameters}
+        self.moments: dict[str, dict[str, Tensor]] = {}
         with torch.no_grad():
-            self.exp_avg = {n: zeros_like(n, p) for n, p in self.parameters.items()}
-            self.exp_avg_sq = {n: zeros_like(n, p) for n, p in self.parameters.items()}
+            for name, parameter in self.parameters.items():
+                for kind in self._kinds(name):
+                    self.moments.setdefault(kind, {})[name] = zeros_like(name, parameter)
             device = next(iter(self.parameters.values())).device
             self.num_updates = torch.zeros((), dtype=torch.int32, device=device)
             self.guards = Guards(config, device)
 
     def state(self) -> dict[str, Tensor]:
         """The live tensors that a checkpoint holds besides the parameters."""
-        moments = {f"exp_avg/{name}": tensor for name, tensor in self.exp_avg.items()}
-        moments |= {f"exp_avg_sq/{name}": tensor for name, tensor in self.exp_avg_sq.items()}
+        moments = {
+            f"{kind}/{name}": tensor
+            for kind, tensors in self.moments.items()
+            for name, tensor in tensors.items()
+        }
         return moments | {"num_updates": self.num_updates} | self.guards.state()
 
     def gradients(self) -> dict[str, Tensor]:
@@ -100,23 +109,32 @@ class AdamW:
         float32 scalar. With `is_taken`, a bool scalar that is false, no bit of the parameters and
         the state changes. Raises ValueError naming parameters without a gradient."""
         config, grads = self.config, self.gradients()
-        beta1, beta2 = config.betas
         self.num_updates += 1 if is_taken is None else is_taken.to(torch.int32)
         rate = learning_rate(self.num_updates, config, self.num_steps)
         count = self.num_updates.to(torch.float32)
-        correction1, correction2 = 1 - torch.pow(beta1, count), 1 - torch.pow(beta2, count)
+        corrections = tuple(1 - torch.pow(beta, count) for beta in config.betas)
         for name, parameter in self.parameters.items():
             grad = grads[name].to(torch.float32)
-            exp_avg, exp_avg_sq = self.exp_avg[name], self.exp_avg_sq[name]
-            new_avg = exp_avg * beta1 + grad * (1 - beta1)
-            new_avg_sq = exp_avg_sq * beta2 + grad.square() * (1 - beta2)
-            update = (new_avg / correction1) / ((new_avg_sq / correction2).sqrt() + config.eps)
+            moments, update = self._direction(name, grad, corrections)
             if self.decays[name]:
                 update = update + config.weight_decay * parameter
-            new_values = (new_avg, new_avg_sq, parameter - rate * update)
-            for old, new in zip((exp_avg, exp_avg_sq, parameter), new_values, strict=True):
+            changes = [(self.moments[kind][name], new) for kind, new in moments.items()]
+            for old, new in (*changes, (parameter, parameter - rate * update)):
                 if is_taken is not None:
                     # A select keeps the old bits whatever the new ones are, NaN included.
                     new = torch.where(is_taken, new.to(old.dtype), old)
                 old.copy_(new)
         return rate
+
+    def _kinds(self, name: str) -> tuple[str, ...]:
+        """The moments that parameter `name` has."""
+        return ("exp_avg", "exp_avg_sq")
+
+    def _direction(self, name: str, grad: Tensor, corrections: tuple[Tensor, Tensor]) -> Direction:
+        """From a float32 gradient, without weight decay; `corrections` of both moments for their
+        start at zero."""
+        beta1, beta2 = self.config.betas
+        average = self.moments["exp_avg"][name] * beta1 + grad * (1 - beta1)
+        square = self.moments["exp_avg_sq"][name] * beta2 + grad.square() * (1 - beta2)
+        root = (square / corrections[1]).sqrt() + self.config.eps
+        return {"exp_avg": average, "exp_avg_sq": square}, (average / corrections[0]) / root

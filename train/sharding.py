@@ -73,6 +73,15 @@ def rule_of(name: str) -> Rule:
     return matches[0]
 
 
+_HIDDEN = ("*attention.*_proj.weight", "*mlp.*_proj.weight", "*experts.*")
+
+
+def is_hidden_matrix(name: str) -> bool:
+    """Whether a parameter [..., rows, columns] maps hidden features to hidden features. Embedding,
+    head and router are tables of classes, and no such matrices."""
+    return any(fnmatchcase(name, pattern) for pattern in _HIDDEN)
+
+
 def parameter_spec(name: str, shape: tuple[int, ...], num_shards: int) -> Spec:
     """The stored layout of parameter `name` when `num_shards` devices share it.
 

@@ -100,5 +100,7 @@ def make_logits_step(
 def _pin_state(optimizer: AdamW, mesh: MeshLayout) -> None:
     """New state lies as the old did; otherwise the next step would be another program."""
     for name, parameter in optimizer.parameters.items():
-        for tensor in (parameter, optimizer.exp_avg[name], optimizer.exp_avg_sq[name]):
-            mesh.annotate_parameter(name, tensor.data)
+        mesh.annotate_parameter(name, parameter.data)
+    for moments in optimizer.moments.values():
+        for name, moment in moments.items():
+            mesh.annotate_parameter(name, moment.data)

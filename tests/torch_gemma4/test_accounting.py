@@ -153,7 +153,7 @@ def test_state_keeps_vectors_whole_and_splits_matrices():
     for chips in (1, 4, 7):
         found = state_bytes(config, chips, parameter_bytes=2)
         assert found.parameters == 2 * (vectors + -(-matrices // chips))
-        assert found.adam_moments == 2 * found.parameters == 2 * found.gradients
+        assert found.moments == 2 * found.parameters == 2 * found.gradients
 
 
 @pytest.mark.parametrize(

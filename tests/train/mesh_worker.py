@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("--attention", default="einsum")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--split", action="store_true")
+    parser.add_argument("--optim", default="adamw")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--fsdpv2", action="store_true")
     arguments = parser.parse_args()
@@ -53,7 +54,7 @@ def main() -> None:
         mesh=MeshConfig(fsdp=arguments.fsdp, data=arguments.data),
         precision=PrecisionConfig(compute="float32"),
         data=DataConfig(sequence_length=32, batch_size=8),
-        optim=OptimConfig(learning_rate=1e-2, warmup_steps=2),
+        optim=OptimConfig(name=arguments.optim, learning_rate=1e-2, warmup_steps=2),
         model=model_config,
     )
     prepare_environment(config.mesh)
@@ -77,22 +78,18 @@ def batches(config):
 
 
 def _train(config) -> dict[str, np.ndarray]:
-    import functools
-
     import torch_xla
     import torch_xla.debug.metrics as counters
 
-    from train.build import build_model, decays, sharded_zeros
+    from train.build import build_model, build_optimizer
     from train.mesh import DeviceMesh
     from train.micro_batches import MicroBatches
-    from train.optim import AdamW
     from train.step import make_train_step
 
     mesh = DeviceMesh(config.mesh)
     model = build_model(config, mesh)
-    zeros = functools.partial(sharded_zeros, mesh)
     parameters = dict(model.named_parameters())
-    optimizer = AdamW(parameters, config.optim, config.steps, decays=decays, zeros_like=zeros)
+    optimizer = build_optimizer(config, mesh, model)
     stream = list(batches(config))
 
     # Gradients as the backward pass leaves them, before the step states where they belong.
@@ -120,7 +117,11 @@ def _train(config) -> dict[str, np.ndarray]:
     results["losses"] = np.array([float(loss.cpu()) for loss in losses])
     results["compilations"] = np.array(compilations)
     results["state_spec"] = np.array(
-        [f"{spec_of(optimizer.exp_avg[n])} | {spec_of(p)}" for n, p in parameters.items()]
+        [
+            f"{spec_of(moment)} | {spec_of(parameters[name])}"
+            for moments in optimizer.moments.values()
+            for name, moment in moments.items()
+        ]
     )
     return results
 

@@ -28,9 +28,8 @@ RUNS = {
     "4, attention kernel, its results kept": [
         *("--fsdp", "4", "--recompute", "save_attention", "--attention", "kernel"),
     ],
-    "4, loop, attention kernel, global results kept": [
-        *("--fsdp", "4", "--layers", "loop", "--accumulate", "2"),
-        *("--recompute", "save_global_attention", "--attention", "kernel"),
+    "4, loop, recomputed, 2 micro-batches": [
+        *("--fsdp", "4", "--layers", "loop", "--recompute", "full", "--accumulate", "2"),
     ],
     "4, FSDPv2 wrapper": ["--fsdp", "4", "--fsdpv2"],
 }

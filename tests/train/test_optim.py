@@ -102,8 +102,8 @@ def test_adamw_equals_torchs_over_ten_steps(weight_decay):
         for name, parameter in ours.items():
             torch.testing.assert_close(parameter, theirs[name], rtol=1e-5, atol=1e-6)
             state = reference.state[theirs[name]]
-            torch.testing.assert_close(optimizer.exp_avg[name], state["exp_avg"])
-            torch.testing.assert_close(optimizer.exp_avg_sq[name], state["exp_avg_sq"])
+            torch.testing.assert_close(optimizer.moments["exp_avg"][name], state["exp_avg"])
+            torch.testing.assert_close(optimizer.moments["exp_avg_sq"][name], state["exp_avg_sq"])
 
 
 def test_decay_shrinks_what_decays_and_nothing_else():
@@ -129,9 +129,11 @@ def test_moments_are_float32_for_bf16_parameters_and_gradients():
     for optimizer in optimizers:
         optimizer.step()
     for name in SHAPES:
-        for state in (optimizers[0].exp_avg, optimizers[0].exp_avg_sq):
+        for state in (optimizers[0].moments["exp_avg"], optimizers[0].moments["exp_avg_sq"]):
             assert state[name].dtype == torch.float32
-        assert torch.equal(optimizers[0].exp_avg[name], optimizers[1].exp_avg[name])
+        assert torch.equal(
+            optimizers[0].moments["exp_avg"][name], optimizers[1].moments["exp_avg"][name]
+        )
         assert low[name].dtype == torch.bfloat16
         torch.testing.assert_close(low[name].float(), high[name], rtol=2**-8, atol=1e-6)
 

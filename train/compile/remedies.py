@@ -62,7 +62,10 @@ def best_remedies(
 
 def _state(config: RunConfig) -> StateBytes:
     return state_bytes(
-        config.model, config.mesh.fsdp, compute_bytes=_COMPUTE_BYTES[config.precision.compute]
+        config.model,
+        config.mesh.fsdp,
+        compute_bytes=_COMPUTE_BYTES[config.precision.compute],
+        num_moments=config.optim.num_moments,
     )
 
 

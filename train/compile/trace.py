@@ -22,11 +22,10 @@ from torch import Tensor
 
 from pallas_ops.bridge import Lowering, lowered
 from torch_gemma4.model import Gemma4ForCausalLM
-from train.build import build_execution, decays
+from train.build import build_execution, build_optimizer
 from train.compile.scopes import Scopes
 from train.mesh import MeshLayout
 from train.micro_batches import MicroBatches
-from train.optim import AdamW
 from train.sharding import ROW_AXES, Spec
 from train.step import train_step
 
@@ -89,10 +88,8 @@ def trace_step(config: RunConfig) -> TracedStep:
         tensor = inputs.make(name, parameter.shape, torch.float32, spec)
         layout.adopt_parameter(model, name, tensor.detach())
 
-    parameters = dict(model.named_parameters())
-    optimizer = AdamW(parameters, config.optim, config.steps, decays=decays)
-    for kind in ("exp_avg", "exp_avg_sq"):
-        moments = getattr(optimizer, kind)
+    optimizer = build_optimizer(config, layout, model)
+    for kind, moments in optimizer.moments.items():
         for name, zeros in moments.items():
             spec = layout.parameter_spec(name, zeros)
             moments[name] = inputs.make(f"{kind}/{name}", zeros.shape, zeros.dtype, spec)
@@ -106,8 +103,8 @@ def trace_step(config: RunConfig) -> TracedStep:
         metrics = train_step(micro_batches, optimizer, layout, batch)
 
     state = {name: parameter.detach() for name, parameter in optimizer.parameters.items()}
-    state |= {f"exp_avg/{name}": tensor for name, tensor in optimizer.exp_avg.items()}
-    state |= {f"exp_avg_sq/{name}": tensor for name, tensor in optimizer.exp_avg_sq.items()}
+    for kind, moments in optimizer.moments.items():
+        state |= {f"{kind}/{name}": tensor for name, tensor in moments.items()}
     return _export(config, inputs, state, list(metrics.values()))
 
 
