@@ -27,7 +27,7 @@ Config = Annotated[RunConfig, tyro.conf.arg(name="")]  # options carry no "confi
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Trains Gemma 4 from scratch on text, on a mesh of devices.
+    """Trains Gemma 4 on text, from scratch or from given weights, on a mesh of devices.
 
     Commands (--help after one tells its options):
       run        trains; what python -m train does without a command, described here
