@@ -110,9 +110,9 @@ class Compile:
       python -m train compile --preset cpu_tiny --topology v6e-8
       python -m train compile --preset gemma4_26b_a4b --topology v6e-128 --data.sequence_length 1024
 
-    The mesh follows the topology. report.json, report.md with pictures, and the optimised program
-    are written. libtpu's flags are those of training on a TPU (train/xla_flags.py); what you set in
-    LIBTPU_INIT_ARGS comes first.
+    The mesh follows the topology: fsdp within a slice, data across slices. report.json, report.md
+    with pictures, and the optimised program are written. libtpu's flags are those of training on a
+    TPU (train/xla_flags.py); what you set in LIBTPU_INIT_ARGS comes first.
     """
 
     preset: PresetName
@@ -121,7 +121,8 @@ class Compile:
     """A config.json of Hugging Face, or its folder, to take the model from: --model.* then default
     to it, but for how it is trained (losses' weights and tiles)."""
     topology: str = "v6e-128"
-    """Chip and number of chips: v6e-1, 4, 8, 16, 32, 64, 128 or 256; v5e the same; v5p-4 to 256."""
+    """Chip and number of chips: v6e-1, 4, 8, 16, 32, 64, 128 or 256; v5e the same; v5p-4 to 256.
+    Several slices: 2xv6e-128."""
     out: str = "runs/compile"
     """Folder of the report; a subfolder PRESET-TOPOLOGY is made in it."""
     config: Config
