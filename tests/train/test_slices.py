@@ -85,7 +85,7 @@ SMALL = (
 ).split()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.libtpu
 def test_a_step_on_two_slices_sums_gradients_between_them_and_gathers_within(tmp_path):
     done = subprocess.run(
