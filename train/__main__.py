@@ -30,15 +30,15 @@ class Run:
     """Trains Gemma 4 from scratch on text, on a mesh of devices.
 
     Commands (--help after one tells its options):
-      run        trains; what python -m train does without a command, described here
+      run        trains; what python -m train does without a command, see below
       info       what a run needs, from its configuration alone
-      doctor     whether this machine can train: versions, devices, a kernel, a step
+      doctor     whether this machine can train: versions, devices, a kernel
       compile    what a TPU's compiler says of the training step, without a TPU
       report     such a report once more, or two side by side
       tokenize   documents to tokens, once, for a corpus larger than memory
       export     weights of a checkpoint to a folder of Hugging Face's form
 
-      python -m train                                   2 cores, minutes, no download
+      python -m train                                   2 cores, no download
       python -m train --data.path ~/books --steps 1000  your own text
       python -m train --preset gemma4_26b_a4b           on every host of a v6e-128
       python -m train --init_from folder --model_from folder  from Hugging Face weights
@@ -86,7 +86,7 @@ class Doctor:
     """Tells whether this machine can train as the options say, and what to do where it cannot.
 
       python -m train doctor                            the default preset: the CPU
-      python -m train doctor --preset gemma4_26b_a4b    on all hosts of a slice at once
+      python -m train doctor --preset gemma4_26b_a4b    on all hosts at once
 
     Looked at: versions that have to fit each other, the folders that a run writes to, whether
     libtpu compiles our kernels, the devices, a kernel on them beside its reference, and two steps
