@@ -18,7 +18,8 @@ LINK = re.compile(r"\]\(([^)\s]*)\)")
 
 
 def commands():
-    for file in PAGES:
+    # Those of hugging_face.md need its folders: tests/test_hugging_face_page.py.
+    for file in (file for file in PAGES if file.stem != "hugging_face"):
         for found in COMMAND.finditer(file.read_text()):
             arguments = re.split(r" (?:>|&|2>)|'$", found[1])[0].strip()
             if "..." not in arguments and not re.match(r"[.\w]", found[1]):
@@ -32,13 +33,15 @@ def test_every_command_can_be_typed(arguments):
         return
     has_name = arguments and not arguments[0].startswith("-")
     name = arguments.pop(0) if has_name else "run"
-    assert parse(COMMANDS[name], arguments) is not None
+    assert name in COMMANDS
+    if arguments or not has_name:  # a bare name in a sentence need not have what it requires
+        assert parse(COMMANDS[name], arguments) is not None
 
 
 def test_commands_are_found():
     texts = [" ".join(case.values[0]) for case in commands()]
     assert "doctor --preset gemma4_26b_a4b" in texts
-    assert "--mesh.fsdp 8 --layers loop --recompute" in texts and len(texts) > 15
+    assert "--mesh.fsdp 8 --layers loop --recompute full" in texts and len(texts) > 15
 
 
 def option_names(config, prefix=""):
@@ -51,7 +54,8 @@ def option_names(config, prefix=""):
 
 @pytest.mark.parametrize("file", PAGES, ids=lambda file: file.stem)
 def test_every_dotted_option_is_one(file):
-    named = set(re.findall(r"--([a-z_]+(?:\.[a-z_]+)+)", file.read_text()))
+    named = re.findall(r"--([a-z_]+(?:\.[a-z_]+)+)", file.read_text())
+    named = {name.replace(".no_", ".") for name in named}
     assert named <= set(option_names(cpu_tiny()))
 
 

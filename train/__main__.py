@@ -41,7 +41,7 @@ class Run:
       python -m train                                   2 cores, no download
       python -m train --data.path ~/books --steps 1000  your own text
       python -m train --preset gemma4_26b_a4b           on every host of a v6e-128
-      python -m train --init_from folder --model_from folder  from Hugging Face weights
+      python -m train --init_from DIR --model_from DIR  from Hugging Face weights
 
     Progress is on the terminal, and in runs/NAME: config.json, metrics.jsonl (one object a step)
     and TensorBoard scalars, and checkpoints: the same command goes on from the newest one.
@@ -178,8 +178,9 @@ class Export:
     """Writes the weights of a checkpoint as a folder that Hugging Face's transformers loads, on any
     host: neither torch_xla nor the memory for the model is needed.
 
-      python -m train export --checkpoint runs/NAME/checkpoints/step-00001000 --out folder
-      python -m train --init_from folder --model_from folder         trains on from there
+      python -m train export --checkpoint runs/NAME/checkpoints/step-00000100 \\
+          --out folder
+      python -m train --init_from folder --model_from folder   trains on from it
 
     config.json, model-00001-of-0000N.safetensors, their index, and the run's tokenizer. The folder
     appears when it is whole.

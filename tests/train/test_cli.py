@@ -137,7 +137,7 @@ def test_what_help_begins_with_fits_80_columns(name):
     assert any(line.startswith("  python -m train") for line in lines)
     # Paragraphs are filled, blocks stay, and no gap is wider than a line.
     assert "" in lines and not any(a == b == "" for a, b in pairwise(lines))
-    assert ("Presets:" in lines) == (name != "report")
+    assert ("Presets:" in lines) == (name not in ("report", "export"))
 
 
 def test_value_error_of_a_library_keeps_its_traceback(monkeypatch):

@@ -80,7 +80,7 @@ def test_a_sum_between_slices_is_told_apart():
 # A step for slices that are not here
 
 SMALL = (
-    "--preset cpu_tiny --topology 2xv6e-4 --recompute --model.num_hidden_layers 1 "
+    "--preset cpu_tiny --topology 2xv6e-4 --recompute full --model.num_hidden_layers 1 "
     "--model.layer_types full_attention --model.num_experts 4 --data.batch_size 8"
 ).split()
 
