@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 
-def topology_devices(name: str, host_grid: tuple[int, int, int]) -> list[Any]:
-    """Devices of a slice that is not here: `name` as libtpu spells it, such as v6e:2x4, with
-    `host_grid` chips a host."""
+def topology_devices(name: str, host_grid: tuple[int, int, int], num_slices: int = 1) -> list[Any]:
+    """Devices of slices that are not here, one slice after the other: each is `name` as libtpu
+    spells it, such as v6e:2x4, with `host_grid` chips a host."""
     from jax.experimental import topologies
 
     return topologies.get_topology_desc(
-        platform="tpu", topology_name=name, chips_per_host_bounds=host_grid, num_slices=1
+        platform="tpu", topology_name=name, chips_per_host_bounds=host_grid, num_slices=num_slices
     ).devices
 
 
@@ -42,7 +42,7 @@ def compile_module(module: bytes, devices: Sequence[Any], *, dump: Path | None =
     build.allow_spmd_sharding_propagation_to_parameters = [True]
     build.allow_spmd_sharding_propagation_to_output = [True]
     build.device_assignment = xla_client.DeviceAssignment.create(
-        np.arange(len(devices)).reshape(1, -1)
+        np.array([device.id for device in devices]).reshape(1, -1)
     )
     if dump is not None:
         build.debug_options.xla_dump_to = str(dump)

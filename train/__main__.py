@@ -30,18 +30,18 @@ class Run:
     """Trains Gemma 4 on text, from scratch or from given weights, on a mesh of devices.
 
     Commands (--help after one tells its options):
-      run        trains; what python -m train does without a command, described here
+      run        trains; what python -m train does without a command, see below
       info       what a run needs, from its configuration alone
-      doctor     whether this machine can train: versions, devices, a kernel, a step
+      doctor     whether this machine can train: versions, devices, a kernel
       compile    what a TPU's compiler says of the training step, without a TPU
       report     such a report once more, or two side by side
       tokenize   documents to tokens, once, for a corpus larger than memory
       export     weights of a checkpoint to a folder of Hugging Face's form
 
-      python -m train                                       2 cores, a few minutes, no download
-      python -m train --data.path ~/books --steps 1000      your own text
-      python -m train --preset gemma4_26b_a4b               on every host of a v6e-128 slice
-      python -m train --init_from folder --model_from folder    from Hugging Face weights
+      python -m train                                   2 cores, no download
+      python -m train --data.path ~/books --steps 1000  your own text
+      python -m train --preset gemma4_26b_a4b           on every host of a v6e-128
+      python -m train --init_from DIR --model_from DIR  from Hugging Face weights
 
     Progress is on the terminal, and in runs/NAME: config.json, metrics.jsonl (one object a step)
     and TensorBoard scalars, and checkpoints: the same command goes on from the newest one.
@@ -64,9 +64,9 @@ class Run:
 class Info:
     """Tells what a run needs, from its configuration alone: no device, no training.
 
-      python -m train info                                  the default preset
-      python -m train info --preset gemma4_26b_a4b          parameters, FLOPs, bytes, sharding
-      python -m train info --preset gemma4_26b_a4b --mesh.fsdp 64 --data.batch_size 128 --json
+      python -m train info                              the default preset
+      python -m train info --preset gemma4_26b_a4b      parameters, FLOPs, bytes
+      python -m train info --mesh.fsdp 8 --json         another mesh, as JSON
 
     It imports no torch_xla and needs no TPU, whatever the mesh.
     """
@@ -85,8 +85,8 @@ class Info:
 class Doctor:
     """Tells whether this machine can train as the options say, and what to do where it cannot.
 
-      python -m train doctor                                the default preset, on the CPU
-      python -m train doctor --preset gemma4_26b_a4b        on every host of a slice at once
+      python -m train doctor                            the default preset: the CPU
+      python -m train doctor --preset gemma4_26b_a4b    on all hosts at once
 
     Looked at: versions that have to fit each other, the folders that a run writes to, whether
     libtpu compiles our kernels, the devices, a kernel on them beside its reference, and two steps
@@ -108,11 +108,11 @@ class Compile:
     measured; a TPU is not needed, libtpu is (pip install -e '.[aot]').
 
       python -m train compile --preset cpu_tiny --topology v6e-8
-      python -m train compile --preset gemma4_26b_a4b --topology v6e-128 --data.sequence_length 1024
+      python -m train compile --preset gemma4_26b_a4b --topology v6e-128
 
-    The mesh follows the topology. report.json, report.md with pictures, and the optimised program
-    are written. libtpu's flags are those of training on a TPU (train/xla_flags.py); what you set in
-    LIBTPU_INIT_ARGS comes first.
+    The mesh follows the topology: fsdp within a slice, data across slices. report.json, report.md
+    with pictures, and the optimised program are written. libtpu's flags are those of training on a
+    TPU (train/xla_flags.py); what you set in LIBTPU_INIT_ARGS comes first.
     """
 
     preset: PresetName
@@ -121,7 +121,8 @@ class Compile:
     """A config.json of Hugging Face, or its folder, to take the model from: --model.* then default
     to it, but for how it is trained (losses' weights and tiles)."""
     topology: str = "v6e-128"
-    """Chip and number of chips: v6e-1, 4, 8, 16, 32, 64, 128 or 256; v5e the same; v5p-4 to 256."""
+    """Chip and number of chips: v6e-1, 4, 8, 16, 32, 64, 128 or 256; v5e the same; v5p-4 to 256.
+    Several slices: 2xv6e-128."""
     out: str = "runs/compile"
     """Folder of the report; a subfolder PRESET-TOPOLOGY is made in it."""
     config: Config
@@ -132,8 +133,10 @@ class Tokenize:
     """Makes tokens of documents, once: files that training maps into memory. A corpus may then be
     larger than memory, and a run starts at once wherever it goes on.
 
-      python -m train tokenize --out tokens --data.path books --data.tokenizer.path tokenizer.json
-      python -m train --data.source tokens --data.path tokens --data.tokenizer.path tokenizer.json
+      python -m train tokenize --out tokens --data.path books
+      python -m train --data.source tokens --data.path tokens
+
+    With --data.tokenizer.path tokenizer.json in both for another tokenizer than bytes.
 
     Documents are those of --data.source files or huggingface. A share of them
     (--data.eval_fraction), chosen by the hash of their content, is held out.
@@ -175,8 +178,9 @@ class Export:
     """Writes the weights of a checkpoint as a folder that Hugging Face's transformers loads, on any
     host: neither torch_xla nor the memory for the model is needed.
 
-      python -m train export --checkpoint runs/NAME/checkpoints/step-00001000 --out folder
-      python -m train --init_from folder --model_from folder         trains on from there
+      python -m train export --checkpoint runs/NAME/checkpoints/step-00000100 \\
+          --out folder
+      python -m train --init_from folder --model_from folder   trains on from it
 
     config.json, model-00001-of-0000N.safetensors, their index, and the run's tokenizer. The folder
     appears when it is whole.
@@ -204,6 +208,7 @@ COMMANDS = {
     "tokenize": Tokenize,
     "export": Export,
 }
+_WIDTH = 79
 Command = TypeVar("Command", Run, Info, Doctor, Compile, Report, Tokenize, Export)
 
 
@@ -260,12 +265,14 @@ def parse(command: type[Command], arguments: Sequence[str]) -> Command:
     """Options, over their preset where the command has one. A wrong one ends the program with what
     is wrong with it (tyro)."""
     name = next(name for name, known in COMMANDS.items() if known is command)
+    if {"-h", "--help"} & set(arguments):
+        print(f"{about(command)}\n")
     if command in (Report, Export):
         return tyro.cli(
             command,
             prog=f"python -m train {name}",
             args=arguments,
-            description=cleandoc(command.__doc__),
+            description="",
             use_underscores=True,
         )
     chooser = ArgumentParser(add_help=False, allow_abbrev=False)
@@ -281,10 +288,28 @@ def parse(command: type[Command], arguments: Sequence[str]) -> Command:
         command,
         prog=f"python -m train {name}",
         args=arguments,
-        description=f"{cleandoc(command.__doc__)}\n\nPresets:\n{_preset_list()}",
+        description="",
         use_underscores=True,
         default=_defaults(command, preset if preset in PRESETS else config.name, config),
     )
+
+
+def about(command: type[Command]) -> str:
+    """What stands above a command's options, in lines of at most 79 columns: its docstring, whose
+    indented lines stay as they are (tyro would join all others), and the presets."""
+    lines: list[str] = []
+    paragraph: list[str] = []
+    for line in [*cleandoc(command.__doc__).splitlines(), ""]:
+        if line and not line.startswith(" "):
+            paragraph.append(line)
+            continue
+        if paragraph:
+            lines.append(fill(" ".join(paragraph), _WIDTH))
+            paragraph.clear()
+        lines.append(line)
+    if command not in (Report, Export):
+        lines += ["Presets:", _preset_list()]
+    return "\n".join(lines).rstrip()
 
 
 def _defaults(command: type[Command], preset: str, config: RunConfig) -> Command:
@@ -305,7 +330,7 @@ def _with_model(config: RunConfig, path: str) -> RunConfig:
 def _preset_list() -> str:
     lines = (f"{name}: {cleandoc(preset.__doc__)}" for name, preset in PRESETS.items())
     return "\n".join(
-        fill(line, 88, initial_indent="  ", subsequent_indent="    ") for line in lines
+        fill(line, _WIDTH, initial_indent="  ", subsequent_indent="    ") for line in lines
     )
 
 

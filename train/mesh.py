@@ -1,13 +1,14 @@
 """The device mesh: `MeshLayout` states how values lie on it, `DeviceMesh` also puts them there.
 
 One process a host owns all its devices; the mesh spans all hosts. Device order is the runtime's, 0,
-1, 2, ..., which is also what the kernels' shard_map assumes.
+1, 2, ..., which is also what the kernels' shard_map assumes. The runtime numbers one slice after
+the other, so that the data axis, the outer one, is what goes between slices.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -125,7 +126,8 @@ class MeshLayout:
 class DeviceMesh(MeshLayout):
     """The mesh of a run, on this process's runtime. Call `train.launch.prepare_environment` first.
 
-    Raises ValueError if the runtime has another number of devices than the config's mesh.
+    Raises ValueError if the runtime has another number of devices than the config's mesh, or if the
+    fsdp axis would span slices.
     """
 
     def __init__(self, config: MeshConfig) -> None:
@@ -138,6 +140,7 @@ class DeviceMesh(MeshLayout):
                 f"mesh.data * mesh.fsdp = {config.data} * {config.fsdp} = {config.num_devices}, "
                 f"but the {xr.device_type()} runtime has {available} devices: make them equal"
             )
+        refuse_weights_between_slices(config, _slices())
         axes, sizes = zip(*config.axes, strict=True)
         super().__init__(config, xs.Mesh(np.arange(available), sizes, axes))
 
@@ -167,6 +170,28 @@ class DeviceMesh(MeshLayout):
     def place_parameter(self, module: nn.Module, name: str, value: Tensor) -> None:
         """Puts a CPU tensor onto the mesh as parameter `name` of `module`, as its rule says."""
         self.adopt_parameter(module, name, self.place(value, self.parameter_spec(name, value)))
+
+
+def refuse_weights_between_slices(config: MeshConfig, slices: Sequence[int]) -> None:
+    """Raises ValueError unless devices that share weights, runs of mesh.fsdp of them, are in one
+    slice. `slices` has the slice of each device."""
+    if all(len(set(run)) == 1 for run in np.reshape(slices, (config.data, config.fsdp))):
+        return
+    count = len(set(slices))
+    raise ValueError(
+        f"mesh.data * mesh.fsdp = {config.data} * {config.fsdp}: weights would be gathered between "
+        f"the {count} slices, over the data-centre network; give --mesh.data {count} "
+        f"--mesh.fsdp {len(slices) // count}"
+    )
+
+
+def _slices() -> list[int]:
+    """The slice of each device, in the runtime's order."""
+    attributes = xr.global_runtime_device_attributes()
+    by_number = {
+        int(one["name"].rpartition(":")[2]): one.get("slice_index", 0) for one in attributes
+    }
+    return [by_number[number] for number in sorted(by_number)]
 
 
 class _Constrain(torch.autograd.Function):

@@ -2,11 +2,12 @@
 
 import subprocess
 import sys
+from itertools import pairwise
 
 import numpy as np
 import pytest
 
-from train.__main__ import COMMANDS, Info, Report, Run, main, parse
+from train.__main__ import COMMANDS, Info, Report, Run, about, main, parse
 from train.presets import PRESETS
 
 
@@ -118,13 +119,25 @@ def test_help_shows_how_and_the_presets_values():
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    head = done.stdout[:2000]
-    assert [line.split()[0] for line in head.splitlines()[5 : 5 + len(COMMANDS)]] == list(COMMANDS)
+    head = done.stdout[: done.stdout.index("usage:")]
+    lines = head.splitlines()
+    begin = next(i for i, line in enumerate(lines) if line.startswith("Commands")) + 1
+    assert [line.split()[0] for line in lines[begin : begin + len(COMMANDS)]] == list(COMMANDS)
     for piece in ("python -m train --data.path ~/books --steps 1000", "metrics.jsonl", "cpu_tiny:"):
         assert piece in head
     words = " ".join(done.stdout.split())
     assert "--model.num_experts INT" in words
     assert "E. Read only with enable_moe_block, like the two below. (default: 128)" in words
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_what_help_begins_with_fits_80_columns(name):
+    lines = about(COMMANDS[name]).splitlines()
+    assert max(map(len, lines)) < 80
+    assert any(line.startswith("  python -m train") for line in lines)
+    # Paragraphs are filled, blocks stay, and no gap is wider than a line.
+    assert "" in lines and not any(a == b == "" for a, b in pairwise(lines))
+    assert ("Presets:" in lines) == (name not in ("report", "export"))
 
 
 def test_value_error_of_a_library_keeps_its_traceback(monkeypatch):

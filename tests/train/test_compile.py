@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -18,7 +19,8 @@ from train.compile.model_time import LINK_BYTES_PER_S, MODEL_BYTES_PER_S
 from train.compile.report import Workload, make_report
 from train.compile.static.own_copies import OWN_COPIES
 from train.compile.static.step_time import CLOCK_HZ
-from train.compile.topology import TOPOLOGIES, find_topology
+from train.compile.topology import TOPOLOGIES, find_topology, next_larger
+from train.config import MeshConfig
 from train.launch import prepare_tracing
 from train.presets import cpu_tiny
 from train.xla_flags import FLAGS
@@ -164,9 +166,32 @@ def test_topologies_by_name():
         find_topology("v7-8")
 
 
+def test_several_slices_by_name():
+    two = find_topology("2xv6e-128")
+    assert (two.name, two.num_slices, two.num_chips) == ("2xv6e-128", 2, 256)
+    assert (two.libtpu_name, two.grid) == ("v6e:8x16", (8, 16))
+    assert find_topology("1xv6e-8") == find_topology("v6e-8")
+    larger = next_larger(find_topology("2xv6e-8"))
+    assert (larger.name, larger.num_chips) == ("2xv6e-16", 32)
+    for name in ("0xv6e-8", "2xv7-8", "2x2xv6e-8"):
+        with pytest.raises(ValueError, match=f"topology = '{name}': unknown; .* as in 2xv6e-128"):
+            find_topology(name)
+
+
 def test_the_mesh_follows_the_topology():
-    config = on_topology(cpu_tiny(), find_topology("v6e-16"))
-    assert (config.mesh.platform, config.mesh.fsdp) == ("tpu", 16)
+    def mesh(name, data=1):
+        mesh = MeshConfig(data=data)
+        config = replace(cpu_tiny(), mesh=mesh, data=replace(cpu_tiny().data, batch_size=192))
+        config = on_topology(config, find_topology(name))
+        assert config.mesh.platform == "tpu"
+        return config.mesh.data, config.mesh.fsdp
+
+    assert mesh("v6e-16") == (1, 16)
+    assert mesh("v6e-16", data=2) == (2, 8)
+    assert mesh("2xv6e-16") == mesh("2xv6e-16", data=2) == (2, 16)
+    assert mesh("2xv6e-16", data=4) == (4, 8)
+    with pytest.raises(ValueError, match=r"mesh.data = 3: no multiple of the 2 slices .* within"):
+        mesh("2xv6e-16", data=3)
 
 
 def test_tracing_must_come_first(monkeypatch):

@@ -3,6 +3,9 @@
 TPU writes one collective in several ways: a plain opcode; a pair of -start and -done; a fusion that
 calls %all-reduce-scatter; and a chain of fusions, the first with an AsyncCollectiveStart inside,
 the last with an AsyncCollectiveDone, and compute between them that carries the transfer along.
+
+Between slices a collective is a send to the hosts' own runtime (megascale), which gives back the
+result: a chip of each slice takes part, the one at the same place in it.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from train.compile.hlo import Executed, Instruction, Program, shape_bytes
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
 _CHAIN = re.compile(r'chain_id="(\w+)"')
+_BETWEEN_SLICES = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+_SLICES = re.compile(r'_xla_megascale_target="\{([\d,]+)\}x')
 _GROUPS = re.compile(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])")
 
 
@@ -31,6 +36,8 @@ class Collective:
     handle: str | None
     """What its end names it by, where it is started and awaited apart, with room for compute
     between; None where it is waited for at once."""
+    is_between_slices: bool = False
+    """Whether it goes over the data-centre network (DCN) and not over the chips' own links."""
 
     @property
     def is_asynchronous(self) -> bool:
@@ -49,6 +56,8 @@ class Collective:
 def begins(program: Program, executed: Executed) -> Collective | None:
     """The collective that begins at an instruction."""
     instruction = executed.instruction
+    if instruction.opcode == "send":
+        return _between_slices(executed)
     opcode = instruction.opcode.removesuffix("-start")
     if opcode in KINDS:
         handle = instruction.name if instruction.opcode != opcode else None
@@ -70,7 +79,7 @@ def begins(program: Program, executed: Executed) -> Collective | None:
 
 
 def ends(program: Program, executed: Executed) -> str | None:
-    """The handle of the collective that an instruction waits for."""
+    """The handle of the collective that an instruction waits for, of those within a slice."""
     instruction = executed.instruction
     opcode = instruction.opcode
     if opcode.endswith("-done") and opcode.removesuffix("-done") in KINDS:
@@ -119,6 +128,18 @@ def _collective(
             written -= read  # the result holds operands too
         size = max(read, written)
     return Collective(kind, size, _group_size(stated), handle)
+
+
+def _between_slices(executed: Executed) -> Collective | None:
+    """What a `send` begins, None for one to anyone else."""
+    instruction = executed.instruction
+    kind, slices = _BETWEEN_SLICES.search(instruction.rest), _SLICES.search(instruction.rest)
+    if kind is None or slices is None:
+        return None
+    size = shape_bytes(executed.computation.instructions[instruction.operands[0]].shape)
+    opcode = kind[1].lower().replace("_", "-")
+    group_size = len(slices[1].split(","))
+    return Collective(opcode, size, group_size, instruction.name, is_between_slices=True)
 
 
 def _group_size(stated: Instruction) -> int:

@@ -87,14 +87,23 @@ def show_report(path: str, other: str | None = None, console: Console | None = N
 
 
 def on_topology(config: RunConfig, topology: Topology) -> RunConfig:
-    """`config` with a mesh of the topology's chips. Raises ValueError if its data axis does not
-    divide them."""
+    """`config` with a mesh of the topology's chips, its data axis across the slices where there are
+    several: a data axis of 1 becomes their number. Raises ValueError for one that neither the
+    slices nor the chips allow."""
     data = config.mesh.data
+    if topology.num_slices > 1 and data == 1:
+        data = topology.num_slices
+    if data % topology.num_slices:
+        raise ValueError(
+            f"mesh.data = {data}: no multiple of the {topology.num_slices} slices of "
+            f"{topology.name}; weights are gathered within a slice, so give --mesh.data "
+            f"{topology.num_slices} or a multiple of it"
+        )
     if topology.num_chips % data:
         raise ValueError(
             f"mesh.data = {data}: does not divide the {topology.num_chips} chips of {topology.name}"
         )
-    mesh = replace(config.mesh, platform="tpu", fsdp=topology.num_chips // data)
+    mesh = replace(config.mesh, platform="tpu", data=data, fsdp=topology.num_chips // data)
     return replace(config, mesh=mesh)
 
 

@@ -61,7 +61,7 @@ def compile_step(step: TracedStep, topology: Topology) -> Program:
             f"the step is traced for mesh.data * mesh.fsdp = {step.num_chips} devices, but "
             f"{topology.name} has {topology.num_chips} chips: make them equal"
         )
-    devices = topology_devices(topology.libtpu_name, topology.host_grid)
+    devices = topology_devices(topology.libtpu_name, topology.host_grid, topology.num_slices)
     with tempfile.TemporaryDirectory(prefix="compile_") as folder:
         begun = time.perf_counter()
         try:

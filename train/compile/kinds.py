@@ -56,7 +56,7 @@ _RERUN = re.compile(r"(?:^|/)rerun\.\d+/")
 def is_work(instruction: Instruction) -> bool:
     """Whether an instruction takes time of its own."""
     opcode = instruction.opcode
-    if opcode in FREE or opcode.endswith(("-done", "-update")):
+    if opcode in FREE or opcode.endswith(("-done", "-update")) or opcode == "recv":
         return False
     return instruction.custom_call_target not in _MARKERS
 

@@ -87,8 +87,8 @@ class StepModel:
 
         A chip's links are one queue: a collective begins when it is issued and the queue is free.
         Where its end is awaited and modelled compute has not filled the time, the rest is a wait;
-        one that is not asynchronous is waited for at once. Latency and contention are left out, so
-        it is a bound from below.
+        one that is not asynchronous is waited for at once. Latency, contention and whatever goes
+        between slices are left out, so it is a bound from below.
         """
         return self._elapsed(self.program.entry)[1]
 
@@ -101,6 +101,8 @@ class StepModel:
             executed = hlo.Executed(instruction, computation, 1)
             awaited = None
             if (found := collectives.begins(self.program, executed)) is not None:
+                if found.is_between_slices:
+                    continue
                 links_free = max(links_free, now) + found.link_bytes / LINK_BYTES_PER_S
                 if found.handle is None:
                     awaited = links_free

@@ -16,6 +16,7 @@ from train.compile import hlo
 from train.compile.compiler import Program as CompiledProgram
 from train.compile.kernels import KernelKey, KernelSchedule
 from train.compile.model_time import LINK_BYTES_PER_S, StepModel, Work
+from train.tables import format_bytes
 
 
 @dataclass(frozen=True)
@@ -72,15 +73,15 @@ class CollectiveUse:
     """One kind of collective."""
 
     kind: str
-    """Its opcode."""
+    """Its opcode, and whether it goes between slices."""
     count: int
     """Collectives a step, each counted once however many instructions carry it."""
     bytes: int
     """The larger of operands and results, added up."""
     num_asynchronous: int
     """Of them, started and awaited apart, with compute between."""
-    link_s: float
-    """Time on the chip's links at their published rate: a lower bound."""
+    link_s: float | None
+    """Time on the chip's links at their published rate: a lower bound. None between slices."""
 
 
 @dataclass(frozen=True)
@@ -146,6 +147,7 @@ def make_report(
     times = _by_kind(work)
     step = sum(time.modelled_s for time in times)
     exposed = model.exposed_s
+    collectives = _collectives(model)
     return Report(
         preset=preset,
         topology=topology,
@@ -159,7 +161,7 @@ def make_report(
             "peak": program.peak_bytes,
             "available": chip.hbm_bytes,
         },
-        collectives=_collectives(model),
+        collectives=collectives,
         time_by_kind=times,
         kernels=kernels,
         routing=routing,
@@ -171,6 +173,11 @@ def make_report(
         unknowns=(
             "waits for collectives that compute does not hide: at least "
             f"{1e3 * exposed:,.1f} ms if each link queue ran at {LINK_BYTES_PER_S / 1e9:.0f} GB/s",
+            *(
+                f"{use.kind}: {use.count} executed, {format_bytes(use.bytes)}, no time for it here"
+                for use in collectives
+                if use.link_s is None
+            ),
             *_untrusted(work),
             *(
                 f"kernel {time.name}, {time.count} executed: {time.source}"
@@ -225,13 +232,17 @@ def _kernels(
 
 
 def _collectives(model: StepModel) -> tuple[CollectiveUse, ...]:
-    rows: dict[str, list[float]] = defaultdict(lambda: [0, 0, 0, 0.0])
+    rows: dict[str, list[float | None]] = defaultdict(lambda: [0, 0, 0, 0.0])
     for executed, collective in model.collectives():
-        row = rows[collective.kind]
+        is_between = collective.is_between_slices
+        row = rows[f"{collective.kind} between slices" if is_between else collective.kind]
         row[0] += executed.count
         row[1] += executed.count * collective.bytes
         row[2] += executed.count * collective.is_asynchronous
-        row[3] += executed.count * collective.link_bytes / LINK_BYTES_PER_S
+        if is_between:
+            row[3] = None
+        else:
+            row[3] += executed.count * collective.link_bytes / LINK_BYTES_PER_S
     return tuple(CollectiveUse(kind, *row) for kind, row in sorted(rows.items()))
 
 
