@@ -88,8 +88,8 @@ class Muon(AdamW):
         momentum = decay * self.moments["momentum"][name] + grad
         whole = self.whole[name]
         x = whole((grad + decay * momentum).to(self.dtype))
-        if fnmatchcase(name, _FUSED):
-            x = x.unflatten(-2, (2, -1))
-        scale = 0.2 * max(x.shape[-2:]) ** 0.5
-        update = orthogonal(x, whole)
-        return {"momentum": momentum}, scale * update.reshape(grad.shape).to(torch.float32)
+        # Apart, not as one more dimension: torch_xla shards no tensor of more than five.
+        pieces = x.chunk(2, -2) if fnmatchcase(name, _FUSED) else (x,)
+        scale = 0.2 * max(pieces[0].shape[-2:]) ** 0.5
+        update = torch.cat([orthogonal(piece, whole) for piece in pieces], -2)
+        return {"momentum": momentum}, scale * update.to(torch.float32)
