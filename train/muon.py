@@ -8,8 +8,7 @@ https://arxiv.org/abs/2502.16982).
 
 On a mesh: a matrix is iterated whole. Experts lie whole on devices where the mesh divides their
 number, and nothing moves; other matrices are gathered in the compute dtype, every device iterates
-all of them and keeps its part, which costs it some per cent of a step's FLOPs and no other
-collective.
+all of them and keeps its part, which costs it a tenth of the 26B's FLOPs and no other collective.
 """
 
 from __future__ import annotations
