@@ -339,6 +339,13 @@ class RunConfig:
             "only the attention kernel has a result to keep: give --attention kernel, or "
             "--recompute full",
         )
+        _require(
+            self.optim.name != "muon" or not self.model.split_expert_weights,
+            "optim.name",
+            self.optim.name,
+            "it needs experts' matrices whole, and model.split_expert_weights stores halves of "
+            "them: give --model.no_split_expert_weights, or adamw",
+        )
         if self.dispatch == "kernel" and (reason := self._why_no_kernel()):
             raise ValueError(f"dispatch = 'kernel': {reason}, or give --dispatch auto")
 

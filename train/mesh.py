@@ -76,10 +76,10 @@ class MeshLayout:
         return self.annotate(tensor, self.parameter_spec(name, tensor))
 
     def whole_matrices(self, name: str, parameter: Tensor) -> Callable[[Tensor], Tensor]:
-        """States that values stacked as parameter `name` [..., rows, columns] is, with whatever
-        dims behind the stack, lie as it along the stack, and whole in all other dims."""
-        stack = self.parameter_spec(name, parameter)[:-2]
-        return lambda tensor: self.annotate(tensor, (*stack, *[None] * (tensor.ndim - len(stack))))
+        """States that matrices stacked as parameter `name` [..., rows, columns] is lie as it along
+        the stack, with rows and columns whole."""
+        spec = (*self.parameter_spec(name, parameter)[:-2], None, None)
+        return lambda matrices: self.annotate(matrices, spec)
 
     def annotate_layer_gradient(self, name: str, grad: Tensor) -> Tensor:
         """The same inside a layer loop, where what all devices share has a copy for each row shard

@@ -8,8 +8,7 @@ https://arxiv.org/abs/2502.16982).
 
 On a mesh: a matrix is iterated whole. Experts lie whole on devices where the mesh divides their
 number, and nothing moves; other matrices are gathered in the compute dtype, every device iterates
-all of them and keeps its part, which costs it some per cent of a step's FLOPs and no other
-collective.
+all of them and keeps its part, which costs it a tenth of the 26B's FLOPs and no other collective.
 """
 
 from __future__ import annotations
@@ -88,8 +87,8 @@ class Muon(AdamW):
         momentum = decay * self.moments["momentum"][name] + grad
         whole = self.whole[name]
         x = whole((grad + decay * momentum).to(self.dtype))
-        if fnmatchcase(name, _FUSED):
-            x = x.unflatten(-2, (2, -1))
-        scale = 0.2 * max(x.shape[-2:]) ** 0.5
-        update = orthogonal(x, whole)
-        return {"momentum": momentum}, scale * update.reshape(grad.shape).to(torch.float32)
+        # Apart, not as one more dimension: torch_xla shards no tensor of more than five.
+        pieces = x.chunk(2, -2) if fnmatchcase(name, _FUSED) else (x,)
+        scale = 0.2 * max(pieces[0].shape[-2:]) ** 0.5
+        update = torch.cat([orthogonal(piece, whole) for piece in pieces], -2)
+        return {"momentum": momentum}, scale * update.to(torch.float32)

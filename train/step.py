@@ -56,7 +56,7 @@ def train_step(
     grads = list(optimizer.gradients().values())
     grad_norm = clip_by_global_norm(grads, optimizer.config.clip_norm)
     rate = optimizer.step(optimizer.guards.accept(grad_norm))
-    _pin_state(optimizer, mesh)
+    pin_state(optimizer, mesh)
     with torch.no_grad():
         parameter_norm = global_norm(list(optimizer.parameters.values()))
     metrics = {"grad_norm": grad_norm, "parameter_norm": parameter_norm, "learning_rate": rate}
@@ -97,7 +97,7 @@ def make_logits_step(
     return torch_xla.compile(logits_step, full_graph=True, name="logits_step")
 
 
-def _pin_state(optimizer: AdamW, mesh: MeshLayout) -> None:
+def pin_state(optimizer: AdamW, mesh: MeshLayout) -> None:
     """New state lies as the old did; otherwise the next step would be another program."""
     for name, parameter in optimizer.parameters.items():
         mesh.annotate_parameter(name, parameter.data)

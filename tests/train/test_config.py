@@ -46,6 +46,14 @@ from train.presets import PRESETS, cpu_tiny
             r"data\.batch_size = 16: give a multiple of .* \* accumulate = 32: every device",
         ),
         (
+            lambda: _tiny(
+                optim=OptimConfig(name="muon"),
+                model=replace(cpu_tiny().model, split_expert_weights=True),
+            ),
+            r"optim\.name = 'muon': it needs .*--model\.no_split_expert_weights, or adamw",
+        ),
+        (lambda: OptimConfig(momentum=1.0), r"optim\.momentum = 1\.0: give a decay in \[0, 1\)"),
+        (
             lambda: _tiny(recompute="save_attention"),
             r"recompute = 'save_attention': only the attention kernel .*or --recompute full",
         ),

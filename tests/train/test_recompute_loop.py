@@ -37,7 +37,7 @@ def run(loop, layer, device):
     return [new, energy, *torch.autograd.grad(loss, (carry, w))]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["loop behind a barrier", "device loop"])
 def test_kept_results_give_the_same_values_and_gradients(kind):
     expected = run(python_loop, body, "cpu")
