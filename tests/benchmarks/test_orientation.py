@@ -12,17 +12,17 @@ from train.compile import hlo
 
 HLO = """HloModule m
 
-fused (p: f32[512,1024]) -> f32[1024,512] {
-  p = f32[512,1024]{1,0} parameter(0)
-  ROOT t = f32[1024,512]{1,0} transpose(p), dimensions={1,0}
+%fused (p: f32[512,1024]) -> f32[1024,512] {
+  %p = f32[512,1024]{1,0} parameter(0)
+  ROOT %t = f32[1024,512]{1,0} transpose(%p), dimensions={1,0}
 }
 
-ENTRY main (a: f32[512,1024], b: f32[8,8]) -> f32[1024,512] {
-  a = f32[512,1024]{1,0} parameter(0)
-  b = f32[8,8]{1,0} parameter(1)
-  small = f32[8,8]{1,0} copy(b)
-  large = f32[512,1024]{1,0} copy(a)
-  ROOT f = f32[1024,512]{1,0} fusion(large), kind=kLoop, calls=fused
+ENTRY %main (a: f32[512,1024], b: f32[8,8]) -> f32[1024,512] {
+  %a = f32[512,1024]{1,0} parameter(0)
+  %b = f32[8,8]{1,0} parameter(1)
+  %small = f32[8,8]{1,0} copy(%b)
+  %large = f32[512,1024]{1,0} copy(%a)
+  ROOT %f = f32[1024,512]{1,0} fusion(%large), kind=kLoop, calls=%fused
 }
 """
 
