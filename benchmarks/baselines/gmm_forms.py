@@ -2,7 +2,7 @@
 
     python -m benchmarks.baselines.gmm_forms      bytes that each form moves, beside ours
 
-Both forms call the same kernel as ours do; what differs is what surrounds it. The bytes are those
+All forms call the same kernels as ours do; what differs is what surrounds them. The bytes are those
 of the arrays a form makes, read and written once: what a compiled program must move at least.
 """
 
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from pallas_ops.chips import V6E
 from pallas_ops.gmm.kernel import gmm
+from pallas_ops.tgmm.kernel import tgmm
 
 
 def concatenated_gate_up(
@@ -36,8 +37,21 @@ def transposed_dlhs(
     return gmm(dout, copy, group_sizes, transpose_rhs=False, interpret=interpret)
 
 
+def padded_tgmm(
+    lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, interpret: bool
+) -> tuple[jax.Array]:
+    """The gradient of a weight whose K is no multiple of the lanes, in a result that is, cut to
+    size afterwards. lhs [R, K], rhs [R, N]; returns ([G, K, N],)."""
+    size_k = lhs.shape[1]
+    padding = -size_k % V6E.num_lanes
+    padded = jnp.pad(lhs, ((0, 0), (0, padding)))
+    (out,) = tgmm(padded, rhs, group_sizes, out_dtype=str(lhs.dtype), interpret=interpret)
+    return (jax.lax.optimization_barrier(out)[:, :size_k],)
+
+
 def moved_bytes(shape: tuple[int, int, int], itemsize: int = 2) -> int:
-    """Bytes that a form moves to make a [G, ., .] copy of weights: read once, written once."""
+    """Bytes that a form moves to make a [G, ., .] copy of weights or gradients: read once, written
+    once."""
     return 2 * itemsize * math.prod(shape)
 
 
@@ -47,6 +61,7 @@ def main() -> None:
         ("concatenated gate and up", (128, 1408, 2816)),
         ("transposed gate and up", (128, 1408, 2816)),
         ("transposed down", (128, 704, 2816)),
+        ("gradient of down, cut from 768 rows", (128, 704, 2816)),
     ):
         size = moved_bytes(shape)
         seconds = size / V6E.hbm_bytes_per_s

@@ -7,6 +7,7 @@ import numpy as np
 
 from benchmarks.baselines import gmm_forms
 from pallas_ops.gmm.kernel import gmm
+from pallas_ops.tgmm.kernel import tgmm
 
 SIZES = jnp.array([10, 0, 25, 3], jnp.int32)
 
@@ -30,10 +31,17 @@ def test_transposed_dlhs():
     np.testing.assert_allclose(out, ours, rtol=0, atol=1e-5)
 
 
+def test_padded_tgmm():
+    lhs, rhs = random((40, 12), (40, 6))
+    (out,) = gmm_forms.padded_tgmm(lhs, rhs, SIZES, interpret=True)
+    (ours,) = tgmm(lhs, rhs, SIZES, out_dtype="float32", interpret=True)
+    assert out.shape == (4, 12, 6)
+    np.testing.assert_allclose(out, ours, rtol=0, atol=1e-5)
+
+
 def test_command(capsys):
     gmm_forms.main()
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [row["bytes"] for row in rows] == [2 * 2 * 128 * 1408 * 2816] * 2 + [
-        2 * 2 * 128 * 704 * 2816
-    ]
+    gate_up, down = (2 * 2 * 128 * size * 2816 for size in (1408, 704))
+    assert [row["bytes"] for row in rows] == [gate_up, gate_up, down, down]
     assert rows[0]["us_at_least"] == 1239.3

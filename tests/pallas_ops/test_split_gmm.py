@@ -16,9 +16,12 @@ import pytest
 import torch
 import torch_xla
 from hypothesis import example, given
+from jax._src.pallas.mosaic import interpret as interpreter
+from jax.experimental.pallas import tpu as pltpu
 
 from pallas_ops import OpSharding, gmm, join_experts, split_experts, split_gmm
 from pallas_ops.split_gmm import kernel
+from pallas_ops.tiling import Tiles
 
 FP64 = torch.float64
 
@@ -152,6 +155,55 @@ def test_the_chain_writes_every_row(sizes, transpose_rhs):
     )
     np.testing.assert_allclose(out, want.numpy(), rtol=0, atol=1e-4)
     assert not out[sum(sizes) :].any()
+
+
+def test_a_range_of_groups_in_two_products():
+    # The peer's case: groups 2 to 7 of 8, in two halves, the rows of 0 and 1 not this call's.
+    sizes, first, middle = (7, 0, 25, 0, 9, 14, 33, 8), 2, 5
+    draw = np.random.default_rng(0)
+    lhs = draw.standard_normal((sum(sizes), SIZE_K)).astype(np.float32)
+    lhs[: sum(sizes[:first])] = np.nan
+    weight = draw.standard_normal((len(sizes), SIZE_K, SIZE_N)).astype(np.float32)
+    out = None
+    for begin, end, rest in ((first, middle, ("zero", "leave")), (middle, 8, ("keep", "zero"))):
+        (out,) = kernel.gmm(
+            *(lhs, weight[begin:end], jnp.array(sizes, jnp.int32), out),
+            transpose_rhs=False,
+            group_offset=begin,
+            rest=rest,
+            interpret=True,
+        )
+    want = gmm(*(torch.tensor(lhs), torch.tensor(weight[first:]), int32(sizes)), group_offset=first)
+    np.testing.assert_allclose(out, want.numpy(), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("sizes", [(10, 23, 9, 6), (16, 16, 0, 16), (0, 0, 20, 12)], ids=str)
+def test_the_chain_without_races(sizes):
+    # In the TPU interpreter, which takes whole tiles alone where an operand is also the result.
+    draw = np.random.default_rng(0)
+    lhs = draw.standard_normal((48, 128)).astype(np.float32)
+    lhs[sum(sizes) :] = np.nan
+    weight = draw.standard_normal((4, 128, 128)).astype(np.float32)
+    params = pltpu.InterpretParams(
+        detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise"
+    )
+    out = None
+    try:
+        for half, rest in enumerate((("zero", "leave"), ("keep", "zero"))):
+            (out,) = kernel.gmm(
+                *(lhs, weight[2 * half : 2 * half + 2], jnp.array(sizes, jnp.int32), out),
+                transpose_rhs=False,
+                group_offset=2 * half,
+                rest=rest,
+                interpret=params,
+                tiles=Tiles(16, 128, 128),
+            )
+            out = jnp.asarray(np.asarray(out))
+            assert not interpreter.races.races_found
+    finally:  # an error inside leaves the simulated memory behind, for the next test to trip on
+        interpreter.reset_tpu_interpret_mode_state()
+    want = gmm(torch.tensor(lhs), torch.tensor(weight), int32(sizes))
+    np.testing.assert_allclose(out, want.numpy(), rtol=0, atol=1e-4)
 
 
 WORKER = """

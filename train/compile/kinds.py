@@ -25,6 +25,7 @@ BY_FILE = {
     "pallas_ops.gmm": EXPERTS,
     "pallas_ops.tgmm": EXPERTS,
     "pallas_ops.split_gmm": EXPERTS,
+    "pallas_ops.gather_fence": EXPERTS,
     "pallas_ops.activation": EXPERTS,
     "torch_gemma4.moe": EXPERTS,
     "torch_gemma4.linear": DENSE,
