@@ -76,9 +76,10 @@ class MeshLayout:
         return self.annotate(tensor, self.parameter_spec(name, tensor))
 
     def whole_matrices(self, name: str, parameter: Tensor) -> Callable[[Tensor], Tensor]:
-        """States that matrices stacked as parameter `name` [..., rows, columns] is lie as it along
-        the stack, with rows and columns whole."""
-        spec = (*self.parameter_spec(name, parameter)[:-2], None, None)
+        """States that matrices stacked as parameter `name` [..., n, rows, columns], but with n
+        first, lie as it along the stack, with rows and columns whole."""
+        *others, last = self.parameter_spec(name, parameter)[:-2]
+        spec = (last, *others, None, None)
         return lambda matrices: self.annotate(matrices, spec)
 
     def annotate_layer_gradient(self, name: str, grad: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ class Muon(AdamW):
         **options: Any,
     ) -> None:
         """As AdamW's. `dtype` is that of the iterations; `whole(name, parameter)` states that
-        values stacked as the parameter have their matrices whole."""
+        matrices stacked as the parameter, the last of the stack's dimensions first, are whole."""
         super().__init__(parameters, *arguments, **options)
         self.dtype = dtype
         matrices = self.moments.get("momentum", ())
@@ -86,9 +86,11 @@ class Muon(AdamW):
         decay = self.config.momentum
         momentum = decay * self.moments["momentum"][name] + grad
         whole = self.whole[name]
-        x = whole((grad + decay * momentum).to(self.dtype))
+        # Experts first: a batched product merges the dimensions before its last two, and the
+        # partitioner keeps a merged dimension apart only where the first of them is.
+        x = whole((grad + decay * momentum).to(self.dtype).movedim(-3, 0).clone())
         # Apart, not as one more dimension: torch_xla shards no tensor of more than five.
         pieces = x.chunk(2, -2) if fnmatchcase(name, _FUSED) else (x,)
         scale = 0.2 * max(pieces[0].shape[-2:]) ** 0.5
         update = torch.cat([orthogonal(piece, whole) for piece in pieces], -2)
-        return {"momentum": momentum}, scale * update.to(torch.float32)
+        return {"momentum": momentum}, scale * update.movedim(0, -3).to(torch.float32)
