@@ -33,7 +33,7 @@ def test_large_copies_and_transposes_are_found_inside_fusions_too():
     assert all(text.endswith("2,097,152 bytes") for text in found)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_both_orientations_give_one_result():
     draw = np.random.default_rng(0)
     rows, width, hidden, experts = 40, 12, 6, 4
