@@ -95,14 +95,18 @@ def test_experts_are_gathered_in_bf16_for_the_forward_and_the_backward_pass(coll
         (dtype, n)
         for kind, held, n in collectives
         for dtype, sizes in held
-        if kind == "all-gather" and sizes[0] == 128 and sizes[-2:] in ((1408, 2816), (704, 2816))
+        if kind == "all-gather"
+        and sizes[:1] == (128,)
+        and sizes[-2:] in ((1408, 2816), (704, 2816))
     ]
     assert {dtype for dtype, _ in gathers} == {"bf16"}
     assert sum(n for _, n in gathers) == 2 * 2 * LAYERS
 
 
 def test_scales_stay_where_they_are(collectives):
-    gathered = [sizes for kind, held, _ in collectives if kind == "all-gather" for _, sizes in held]
+    gathers = (held for kind, held, _ in collectives if kind == "all-gather")
+    # One that is started and awaited apart names its operand too, which is smaller.
+    gathered = [max((sizes for _, sizes in held), key=math.prod) for held in gathers]
     assert not [sizes for sizes in gathered if scale_sizes(sizes)]
     # Nor copies of them, one a chip.
     assert not [sizes for sizes in gathered if sizes[:2] == (128, 1) and len(sizes) == 3]
