@@ -257,11 +257,8 @@ def test_a_tiny_step_compiles_for_eight_chips(tmp_path):
     }
     flags = {flag["name"]: flag["value"] for flag in report["flags"]}
     assert flags.items() >= {f.name: f.value for f in FLAGS if f.changes_program}.items()
-    buffer = report["largest_buffers"][0]
-    assert (buffer["name"], buffer["shape"]) == (
-        "exp_avg/stack.segments.0.experts.gate_up",
-        "f32[1,5,1,128,128]",
-    )
+    named = [(buffer["name"], buffer["shape"]) for buffer in report["largest_buffers"]]
+    assert ("exp_avg/stack.segments.0.experts.gate_up", "f32[1,5,1,128,128]") in named
     # All state is donated: only the batch comes in without leaving, and only metrics leave.
     assert report["memory"]["argument"] - report["memory"]["alias"] < 128_000
     kernels = Counter()
@@ -303,3 +300,7 @@ def test_a_tiny_step_compiles_for_eight_chips(tmp_path):
     found = ((begins(program, each), each.instruction.shape) for each in program.executed())
     sums = [shape for one, shape in found if one and one.kind in ("all-reduce", "reduce-scatter")]
     assert len(sums) > 8 and not any("bf16[" in shape for shape in sums)
+    # The table is gathered once, and in bf16.
+    executed = [each.instruction.shape for each in program.executed() if begins(program, each)]
+    tables = [shape for shape in executed if "[256,128]{" in shape]
+    assert len(tables) == 1 and tables[0].startswith("bf16[256,128]")

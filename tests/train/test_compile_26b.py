@@ -2,6 +2,7 @@
 or a compile that was made before (--compiled-26b FOLDER)."""
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -61,26 +62,69 @@ def test_every_loop_has_a_known_length_and_nothing_is_sorted(program):
     assert "sort" not in opcodes and "all-to-all" not in opcodes
 
 
-def test_collectives(program, report):
-    by_kind = {use["kind"]: use for use in report["collectives"]}
-    assert "all-to-all" not in by_kind
+@pytest.fixture(scope="module")
+def collectives(program):
+    """(kind, [(dtype, sizes)] of operands and results, executions) of each."""
     found = ((executed, begins(program, executed)) for executed in program.executed())
-    shapes = [(one.kind, each.instruction.shape, each.count) for each, one in found if one]
-    # The table once, in bf16; experts' weights in bf16, a forward, a recomputation, a gradient.
-    tables = [(shape, n) for kind, shape, n in shapes if "[262144,2816]" in shape]
-    assert [n for _, n in tables] == [1] and tables[0][0].startswith("bf16")
-    gathers = [(shape, n) for kind, shape, n in shapes if kind == "all-gather"]
-    experts = [(s, n) for s, n in gathers if re.search(r"\[128,(1,)*(1408|704),2816\]", s)]
-    assert experts and all(shape.startswith("bf16") for shape, _ in experts)
-    # No norm scale is gathered, and none of their gradients is summed inside a layer loop.
-    assert not any(
-        re.fullmatch(r"\w+\[(\d+,)*(2816|256|512)\]", s) for s, _ in gathers if "f32" in s
-    )
-    sums = [(shape, n) for kind, shape, n in shapes if kind == "all-reduce"]
-    assert not any("f32[2816]" in shape and n > 1 for shape, n in sums)
-    # Experts' gradients leave as shards, in the configured fp32.
-    scattered = sum(n for kind, shape, n in shapes if kind == "reduce-scatter" and "f32" in shape)
-    assert scattered >= 2 * LAYERS
+    return [
+        (one.kind, arrays(each.instruction.shape), each.count)
+        for each, one in found
+        if one is not None
+    ]
+
+
+def arrays(shape):
+    found = re.findall(r"\b([a-z]+\d+)\[([\d,]*)\]", shape)
+    return [(dtype, tuple(int(n) for n in sizes.split(",") if n)) for dtype, sizes in found]
+
+
+def scale_sizes(sizes):
+    """Whether they are those of a norm's scale."""
+    return [n for n in sizes if n != 1] in ([2816], [512], [256])
+
+
+def test_the_table_is_gathered_once_and_in_bf16(collectives):
+    table = (262_144, 2816)
+    gathers = [(held, n) for _, held, n in collectives if table in [sizes for _, sizes in held]]
+    assert [n for _, n in gathers] == [1]
+    assert all(dtype == "bf16" for dtype, sizes in gathers[0][0] if sizes == table)
+
+
+def test_experts_are_gathered_in_bf16_for_the_forward_and_the_backward_pass(collectives):
+    gathers = [
+        (dtype, n)
+        for kind, held, n in collectives
+        for dtype, sizes in held
+        if kind == "all-gather"
+        and sizes[:1] == (128,)
+        and sizes[-2:] in ((1408, 2816), (704, 2816))
+    ]
+    assert {dtype for dtype, _ in gathers} == {"bf16"}
+    assert sum(n for _, n in gathers) == 2 * 2 * LAYERS
+
+
+def test_scales_stay_where_they_are(collectives):
+    gathers = (held for kind, held, _ in collectives if kind == "all-gather")
+    # One that is started and awaited apart names its operand too, which is smaller.
+    gathered = [max((sizes for _, sizes in held), key=math.prod) for held in gathers]
+    assert not [sizes for sizes in gathered if scale_sizes(sizes)]
+    # Nor copies of them, one a chip.
+    assert not [sizes for sizes in gathered if sizes[:2] == (128, 1) and len(sizes) == 3]
+    # Their gradients are summed once, those of all layers together, in fp32.
+    sums = [(held, n) for kind, held, n in collectives if kind == "all-reduce"]
+    assert not [held for held, n in sums if n > 1 and any(scale_sizes(s) for _, s in held)]
+    together = [held for held, n in sums if n == 1 and ("f32", (5, 5, 2816)) in held]
+    assert len(together) == 1 and {dtype for dtype, _ in together[0]} == {"f32"}
+
+
+def test_gradients_of_matrices_leave_as_shards_in_fp32(collectives):
+    assert "all-to-all" not in {kind for kind, _, _ in collectives}
+    scattered = [(held, n) for kind, held, n in collectives if kind == "reduce-scatter"]
+    assert {dtype for held, _ in scattered for dtype, _ in held} == {"f32"}
+    assert sum(n for _, n in scattered) >= 2 * LAYERS
+    # The largest that is summed whole is a router's.
+    summed = [sizes for kind, held, _ in collectives if kind == "all-reduce" for _, sizes in held]
+    assert max(math.prod(sizes) for sizes in summed) <= 128 * 2816
 
 
 def test_kernels(report):
@@ -94,5 +138,6 @@ def test_kernels(report):
 
 
 def test_the_report_names_what_it_is(report):
+    assert not any(unknown.startswith("kernel") for unknown in report["unknowns"])
     assert 2.0 < report["modelled_step_s"] < 3.4  # the peer's, by the same model, is 3.4 and more
     assert any("waits for collectives" in unknown for unknown in report["unknowns"])

@@ -1,7 +1,8 @@
 """What to change when a step does not fit, and about how many bytes a chip each change saves.
 
 The savings are arithmetic on the configuration, not the compiler's: they rank the remedies and tell
-whether one can be enough. Compile again to know.
+whether one can be enough. Compile again to know. That of more loss tiles has been held against the
+compiler (tests/train/test_loss_memory.py); the others have not.
 """
 
 from __future__ import annotations
@@ -105,11 +106,10 @@ def _loss_tiles(config: RunConfig) -> Iterator[Remedy]:
     if length % (2 * tiles):
         return
     elements = _sequences(config) * length // tiles * model.vocab_size
-    width = _COMPUTE_BYTES[config.precision.compute] + _FLOAT32
     yield Remedy(
         f"--model.num_loss_tiles {2 * tiles}",
-        elements * width // 2,
-        "half of one tile's logits, in the compute dtype and in float32",
+        elements * _COMPUTE_BYTES[config.precision.compute] // 2,
+        "half of one tile's logits, of which no float32 copy is kept",
     )
 
 
