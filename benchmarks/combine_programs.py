@@ -23,6 +23,7 @@ from pallas_ops.routing.shapes import GEMMA4_26B
 from train.launch import prepare_tracing
 
 (SHAPE,) = GEMMA4_26B
+PLAN, ARGSORT = "routing plan", "argsort"
 NUM_BLOCKS = SHAPE.num_tokens // BLOCK
 KERNELS = ("combine", "combine backward", "permute", "permute backward")
 """Programs that are one Pallas call."""
@@ -49,11 +50,27 @@ def gather_and_sum(rows, weights, row_of_slot, *, interpret: bool):
     return (jnp.sum(chosen * weights[..., None], axis=1).astype(rows.dtype),)
 
 
+def plan_for_kernels(expert_ids, *, num_experts: int, block: int, interpret: bool):
+    """All that a layer computes of its plan: expert_ids [T, K] -> group_sizes and WindowTables."""
+    from pallas_ops.routing import kernel
+
+    sizes, _, _ = kernel.routing_plan(expert_ids, num_experts=num_experts, interpret=interpret)
+    options = {"num_experts": num_experts, "block": block, "interpret": interpret}
+    return sizes, *kernel.window_tables(expert_ids, **options)
+
+
+def argsort(expert_ids, *, interpret: bool):
+    """One of the sorts that the plan replaces: expert_ids [R] -> [R]."""
+    import jax.numpy as jnp
+
+    del interpret
+    return (jnp.argsort(expert_ids, stable=True),)
+
+
 def programs() -> dict[str, Program]:
-    """By name: the four kernels, what XLA makes of the same sums, and the tables."""
+    """By name: the four kernels, what XLA makes of the same sums, the plan, and a sort."""
     from pallas_ops.combine import kernel as combine
     from pallas_ops.permute import kernel as permute
-    from pallas_ops.routing import kernel as routing
 
     t, k, experts = SHAPE.num_tokens, SHAPE.top_k, SHAPE.num_experts
     tokens, rows = (((n, SHAPE.width), "bfloat16") for n in (t, t * k))
@@ -79,9 +96,8 @@ def programs() -> dict[str, Program]:
         "combine backward, XLA": Program(combine.combine_backward, (tokens, rows, weights, *plan)),
         "permute, XLA": Program(permute.permute, (tokens, *plan)),
         "permute backward, XLA": Program(permute.unpermute, (rows, *plan)),
-        "window tables": Program(
-            routing.window_tables, (slots,), {"num_experts": experts, "block": BLOCK}
-        ),
+        PLAN: Program(plan_for_kernels, (slots,), {"num_experts": experts, "block": BLOCK}),
+        ARGSORT: Program(argsort, (slot_of_row,)),
     }
 
 

@@ -16,7 +16,10 @@ def combine(
     """out[t] = sum over k of weights[t, k] * rows[row_of_slot[t, k]].
 
     Products and sums in fp32 at least, one rounding. Differentiable in `rows` and `weights`, any
-    number of times: drows is an fp32 product rounded once, dweights an fp32 dot product.
+    number of times: drows is an fp32 product rounded once, dweights an fp32 dot product. A row or
+    weight that is not finite reaches its own token alone. With a plan for kernels, a cotangent that
+    is not finite makes NaN of that column of drows for all tokens of its block, and its -0 counts
+    as 0.
 
     Args:
         rows: [T * K, D] in the expert-sorted order of `plan`, any float dtype.
@@ -28,9 +31,9 @@ def combine(
         [T, D] of rows.dtype.
 
     Raises:
-        ValueError: wrong rank, dtype or device, weights or rows that do not belong to the plan,
-            tokens that the mesh does not divide, rows that the kernels do not take with a plan made
-            for them.
+        ValueError: wrong rank, dtype or device, weights or rows that do not belong to the plan, a
+            plan of another number of row shards, tokens that the mesh does not divide, rows that
+            the kernels do not take with a plan made for them.
     """
     check_one_device("combine", rows=rows, weights=weights, plan=plan.row_of_slot)
     check_float("combine", rows=rows, weights=weights)
@@ -46,7 +49,7 @@ def combine(
             "pass the rows that permute made with this plan"
         )
     check_row_shards("combine", "weights", weights.shape[0], sharding)
-    return _combine(rows, weights, plan.operands("combine", rows), encode(sharding))
+    return _combine(rows, weights, plan.operands("combine", rows, sharding), encode(sharding))
 
 
 @torch.library.custom_op("pallas_ops::combine", mutates_args=(), device_types="cpu")

@@ -1,9 +1,13 @@
-"""Tokens to rows in Pallas: row r is a copy of the token that was routed there.
+"""Tokens to rows in Pallas: row r is a copy of the token that was routed there, to the bit.
 
 One grid step is a block of C tokens (pallas_ops/routing/windows.py). Its rows are built in VMEM in
 chunks, by a product with the 0/1 matrix of which row takes which token: exact in bf16, since each
 sum has one term that is not zero. The matrix comes from comparing the tokens' positions with row
 numbers, one chunk ahead of its use, so that vector units work while matrix units do.
+
+A sum of zeros has lost the sign of -0, and 0 times what is not finite is NaN. So a block of tokens
+that has such a number anywhere is copied by two products, of its upper and its lower bytes as
+numbers from 0 to 255. That takes twice the work of matrix units, for that block alone.
 
 HBM is written in granules of 8 rows, each exactly once, whole:
 
@@ -52,12 +56,8 @@ def expand_rows(
     interpret: bool | pltpu.InterpretParams,
     chunk: int | None = None,
 ) -> jax.Array:
-    """x [T, D] bf16, D a multiple of 128, and tables of `routing_windows` -> [T * K, D].
-    `chunk` rows are built at a time, a multiple of PART.
-
-    Values are exact, but -0 becomes 0, and a token that is not finite makes NaN of the rows of its
-    block: products add 0 times every other token of it.
-    """
+    """x [T, D] bf16, D a multiple of 128, and tables of `routing_windows` -> [T * K, D], whatever
+    the bits of x. `chunk` rows are built at a time, a multiple of PART."""
     num_tokens, width = x.shape
     num_blocks, num_groups = shift.shape
     block, top_k = position.shape[0] // num_blocks, position.shape[1]
@@ -89,6 +89,7 @@ def expand_rows(
             pltpu.VMEM((stage_granules(chunk, num_groups), GRANULE, width), x.dtype),
             pltpu.VMEM((chunk, block), x.dtype),
             pltpu.VMEM((chunk, block), x.dtype),
+            pltpu.VMEM((2, block, width), x.dtype),
             pltpu.SMEM((SLOTS + 1,), jnp.int32),
             pltpu.SemaphoreType.DMA((SLOTS,)),
         ],
@@ -125,6 +126,7 @@ def _kernel(
     stage,
     take,
     take_next,
+    halves,
     pending,
     sems,
     *,
@@ -145,20 +147,43 @@ def _kernel(
         def _(part):
             select_part(take, slots[0], 0, part)
 
+    by_bytes = _changes(x[...])
+
+    @pl.when(by_bytes)
+    def _split():
+        bits = pltpu.bitcast(x[...], jnp.int16).astype(jnp.int32)
+        for half in range(2):
+            halves[half] = (bits >> 8 * half & 0xFF).astype(x.dtype)
+
     def one_chunk(q, carry):
         at_end = q + 1 == num_chunks
         following = jnp.where(at_end, next_slots[0], slots[0])
         first = jnp.where(at_end, 0, (q + 1) * chunk)
         slot = next_slot(pending, stage, sems, dynamic=dynamic)
         tiles = columns(x.shape[1])
-        for n, cols in enumerate(tiles):
-            built = dot(take[...], x[:, cols]).astype(stage.dtype)
-            stage[pl.ds(slot * granules, granules), :, cols] = built.reshape(granules, GRANULE, -1)
-            # In program order between products, so that both kinds of units have work.
-            for part in range(num_parts):
-                if part * len(tiles) // num_parts == n:
-                    select_part(take_next, following, first, part)
-        take[...] = take_next[...]
+
+        def build(product):
+            for n, cols in enumerate(tiles):
+                built = product(cols).reshape(granules, GRANULE, -1)
+                stage[pl.ds(slot * granules, granules), :, cols] = built
+                # In program order between products, so that both kinds of units have work.
+                for part in range(num_parts):
+                    if part * len(tiles) // num_parts == n:
+                        select_part(take_next, following, first, part)
+            take[...] = take_next[...]
+
+        @pl.when(jnp.logical_not(by_bytes))
+        def _copy():
+            build(lambda cols: dot(take[...], x[:, cols]).astype(stage.dtype))
+
+        @pl.when(by_bytes)
+        def _copy_bytes():
+            def product(cols):
+                low, high = (dot(take[...], halves[i, :, cols]).astype(jnp.int32) for i in (0, 1))
+                return pltpu.bitcast((low | high << 8).astype(jnp.int16), stage.dtype)
+
+            build(product)
+
         pending[slot] = write_windows(
             table, lines, q, slot, chunk, stage, rows, sems.at[slot], dynamic=dynamic
         )
@@ -169,3 +194,18 @@ def _kernel(
     @pl.when(b == pl.num_programs(0) - 1)
     def _last():
         write_seams(seams, pending, stage, rows, sems, chunk=chunk, dynamic=dynamic)
+
+
+def _changes(x):
+    """Whether a product of bf16 x [C, D] with ones and zeros may change bits: an element is -0,
+    infinite or NaN."""
+    # Two elements a word; what is asked of each ends in its top bit, without a carry to the next.
+    words = pltpu.bitcast(x, jnp.int32)
+    top, rows = jnp.int32(-0x7FFF8000), min(GRANULE, words.shape[0])
+    found = jnp.zeros((rows, x.shape[1]), jnp.int32)
+    for at in range(0, words.shape[0], rows):
+        word = words[at : at + rows]
+        magnitude = word & 0x7FFF7FFF
+        not_finite, is_zero = magnitude + 0x00800080, top - magnitude
+        found |= not_finite | is_zero & word
+    return jnp.max((found & top != 0).astype(jnp.float32)) > 0

@@ -16,9 +16,6 @@ def permute(x: Tensor, plan: RoutingPlan, *, sharding: OpSharding | None = None)
     Differentiable any number of times: the gradient of `x` is the sum of a token's K rows, in fp32
     at least and rounded once.
 
-    With a plan for kernels that holds for finite values: a product selects the rows there, so -0
-    becomes 0, and a token that is not finite makes NaN of the rows of its block of tokens.
-
     Args:
         x: [T, D], any float dtype.
         plan: the routing of the same T tokens.
@@ -28,8 +25,9 @@ def permute(x: Tensor, plan: RoutingPlan, *, sharding: OpSharding | None = None)
         [T * K, D] of x.dtype.
 
     Raises:
-        ValueError: wrong rank, dtype or device, a plan for another number of tokens, tokens that
-            the mesh does not divide, x that the kernels do not take with a plan made for them.
+        ValueError: wrong rank, dtype or device, a plan for another number of tokens or of
+            row shards, tokens that the mesh does not divide, x that the kernels do not take with a
+            plan made for them.
     """
     check_one_device("permute", x=x, plan=plan.row_of_slot)
     check_float("permute", x=x)
@@ -40,7 +38,7 @@ def permute(x: Tensor, plan: RoutingPlan, *, sharding: OpSharding | None = None)
             "pass the plan made from these tokens' expert ids"
         )
     check_row_shards("permute", "x", x.shape[0], sharding)
-    return _permute(x, plan.operands("permute", x), encode(sharding))
+    return _permute(x, plan.operands("permute", x, sharding), encode(sharding))
 
 
 def slots(plan: list[Tensor], num_tokens: int, num_shards: int) -> tuple[Tensor, Tensor]:

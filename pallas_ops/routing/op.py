@@ -54,11 +54,19 @@ class RoutingPlan(NamedTuple):
     windows: WindowTables | None = None
     """What kernels read; None for a plan that permute and combine follow by gathers."""
 
-    def operands(self, op: str, rows: Tensor) -> list[Tensor]:
+    def operands(self, op: str, rows: Tensor, sharding: OpSharding | None) -> list[Tensor]:
         """The tensors of this plan that `permute` and `combine` work from, for their ops.
 
-        Raises ValueError if it was made for the kernels and they do not take these `rows` [., D].
+        Raises ValueError if it was made with another number of row shards, or for the kernels and
+        they do not take these `rows` [., D].
         """
+        planned = "one device" if self.group_sizes.ndim == 1 else f"{len(self.group_sizes)} shards"
+        called = "one device" if sharding is None else f"{sharding.num_row_shards} shards"
+        if planned != called:
+            raise ValueError(
+                f"{op}: the plan is of {planned} but the call of {called}; pass the sharding that "
+                "the plan was made with"
+            )
         if self.windows is None:
             return [self.row_of_slot, self.slot_of_row]
         top_k, num_experts = self.row_of_slot.shape[1], self.group_sizes.shape[-1]

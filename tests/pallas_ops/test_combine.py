@@ -81,7 +81,7 @@ def test_sharded_tokens_use_rows_of_their_shard():
 
 ROWS, WEIGHTS = torch.zeros(8, 3), torch.zeros(4, 2)
 PLAN = routing_plan(torch.zeros(4, 2, dtype=torch.int32), 1)
-THREE = OpSharding(mesh=(("fsdp", 3),), row_axes=("fsdp",))
+TWO, THREE = (OpSharding(mesh=(("fsdp", n),), row_axes=("fsdp",)) for n in (2, 3))
 BAD = {
     "rank": ((ROWS[0], WEIGHTS, PLAN), {}, r"rows has shape \[3\]; expected \[R, D\]"),
     "rows dtype": ((ROWS.int(), WEIGHTS, PLAN), {}, "rows is torch.int32; convert"),
@@ -90,6 +90,7 @@ BAD = {
     "rows": ((ROWS[:7], WEIGHTS, PLAN), {}, "rows has 7 rows but plan has 8 slots; pass"),
     "device": ((ROWS, WEIGHTS.to("meta"), PLAN), {}, "weights is on meta but rows is on cpu"),
     "shards": ((ROWS, WEIGHTS, PLAN), {"sharding": THREE}, "weights has 4 rows, which 3 row"),
+    "plan": ((ROWS, WEIGHTS, PLAN), {"sharding": TWO}, "plan is of one device but the call of 2"),
 }
 
 

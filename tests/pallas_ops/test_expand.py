@@ -1,7 +1,7 @@
 """The kernels that fill rows from tokens, permute and combine's backward, against a gather.
 
 Both in the TPU interpreter, where memory starts as NaN and races are seen, and in the plain one,
-which the ops use on a CPU. Rows are compared to the bit, as numbers.
+which the ops use on a CPU. Rows are compared to the bit.
 """
 
 import functools
@@ -51,11 +51,18 @@ def run_both(x, dout, rows, weights, ids, *, num_experts, block, chunk, simulate
     )
 
 
-def check(ids, num_experts, width, block, *, chunk=None, weights_dtype="float32", simulated=False):
-    (num_tokens, top_k), draw = ids.shape, np.random.default_rng(1)
+def operands(ids, width, weights_dtype):
+    """x, dout, rows and weights; the last token of x holds what products with 0 and 1 change."""
+    (num_tokens, _), draw = ids.shape, np.random.default_rng(1)
     x, dout = draw.standard_normal((2, num_tokens, width)).astype(BF16)
+    x[-1, :4] = -0.0, np.inf, -np.inf, np.nan
     rows = draw.standard_normal((ids.size, width)).astype(BF16)
-    weights = draw.random(ids.shape).astype(jnp.dtype(weights_dtype))
+    return x, dout, rows, draw.random(ids.shape).astype(jnp.dtype(weights_dtype))
+
+
+def check(ids, num_experts, width, block, *, chunk=None, weights_dtype="float32", simulated=False):
+    top_k = ids.shape[1]
+    x, dout, rows, weights = operands(ids, width, weights_dtype)
     options = {"num_experts": num_experts, "block": block, "chunk": chunk, "simulated": simulated}
     try:
         got = run_both(x, dout, rows, weights, ids, **options)
@@ -67,9 +74,9 @@ def check(ids, num_experts, width, block, *, chunk=None, weights_dtype="float32"
 
     slots = np.argsort(ids.ravel(), kind="stable")
     tokens = slots // top_k
-    np.testing.assert_array_equal(out, x[tokens])
+    np.testing.assert_array_equal(out.view(np.int16), x[tokens].view(np.int16))
     products = weights.ravel()[slots, None].astype(np.float32) * dout[tokens].astype(np.float32)
-    np.testing.assert_array_equal(drows, products.astype(BF16))
+    np.testing.assert_array_equal(drows.view(np.int16), products.astype(BF16).view(np.int16))
     exact = np.empty(ids.size)
     exact[slots] = (dout[tokens].astype(float) * rows.astype(float)).sum(1)
     assert dweights.dtype == weights.dtype
@@ -102,6 +109,29 @@ def test_no_race_and_nothing_unwritten(routing):
 
 def test_rows_that_fill_no_granule_and_no_block():
     check(zipf_ids(45, 3, 5), 5, 384, 32, chunk=PART, weights_dtype="bfloat16")
+
+
+def test_gradients_that_are_not_finite_stay_in_their_block():
+    ids, block, token, column = zipf_ids(45, 3, 5), 32, 40, 7
+    options = {"num_experts": 5, "block": block, "chunk": PART, "simulated": False}
+    x, dout, rows, weights = operands(ids, 384, "bfloat16")
+    _, *clean = map(np.array, run_both(x, dout, rows, weights, ids, **options))
+    dout[token, column], rows[3], weights[1, 2] = np.inf, np.nan, np.nan
+    _, drows, dweights = map(np.array, run_both(x, dout, rows, weights, ids, **options))
+    slots = np.argsort(ids.ravel(), kind="stable")
+    is_weighted = slots == 3 * 1 + 2
+    assert np.isnan(drows[is_weighted]).all()
+    own, block_of_it = slots // 3 == token, slots // 3 >= block
+    assert np.isnan(drows[block_of_it & ~own, column]).all()  # 0 times infinity
+    assert not np.isfinite(drows[own, column]).any()
+    drows[block_of_it, column] = clean[0][block_of_it, column]
+    drows[is_weighted] = clean[0][is_weighted]
+    np.testing.assert_array_equal(drows, clean[0])
+    changed = np.zeros(ids.size, bool)
+    changed[slots[3]] = changed[token * 3 : token * 3 + 3] = True
+    changed = changed.reshape(ids.shape)
+    assert not np.isfinite(dweights[changed]).any()
+    np.testing.assert_array_equal(dweights[~changed], clean[1][~changed])
 
 
 def test_one_choice_and_more_windows_than_granules():

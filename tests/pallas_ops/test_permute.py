@@ -61,13 +61,16 @@ def test_sharded_tokens_stay_in_their_shard():
 
 
 X, PLAN = torch.zeros(4, 3), routing_plan(torch.zeros(4, 2, dtype=torch.int32), 1)
-THREE = OpSharding(mesh=(("fsdp", 3),), row_axes=("fsdp",))
+TWO, THREE = (OpSharding(mesh=(("fsdp", n),), row_axes=("fsdp",)) for n in (2, 3))
+PLAN_OF_TWO = routing_plan(torch.zeros(4, 2, dtype=torch.int32), 1, sharding=TWO)
 BAD = {
     "rank": ((X[0], PLAN), {}, r"x has shape \[3\]; expected \[T, D\]"),
     "dtype": ((X.int(), PLAN), {}, "x is torch.int32; convert"),
     "tokens": ((X[:3], PLAN), {}, "x has 3 tokens but plan has 4; pass the plan"),
     "device": ((X.to("meta"), PLAN), {}, "plan is on cpu but x is on meta"),
     "shards": ((X, PLAN), {"sharding": THREE}, "x has 4 rows, which 3 row shards"),
+    "plan of one": ((X, PLAN), {"sharding": TWO}, "plan is of one device but the call of 2 shards"),
+    "plan of two": ((X, PLAN_OF_TWO), {}, "of 2 shards but the call of one device; pass the shar"),
 }
 
 

@@ -43,7 +43,11 @@ def find_expand_steps(call: PallasCall) -> PipelineSteps:
     first, last = _edges(grid)
     visits = (
         *_loop("select a part of the first chunk", first * chunks.num_parts),
+        # Only of blocks with -0 or what is not finite, which activations do not have.
+        _visit("split into bytes", 0),
         *_loop("chunk", chunks.count),
+        _visit("copy by bytes", 0),
+        _visit("copy", 1),
         *_loop("write a window", chunks.windows),
         *_seam_visits(last, chunks),
     )
