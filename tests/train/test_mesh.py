@@ -19,7 +19,7 @@ from train.compile import hlo
 RUNS = {
     "1 device": ["--fsdp", "1"],
     "4 devices": ["--fsdp", "4"],
-    "8 devices, split experts": ["--fsdp", "8", "--split"],
+    "8 devices": ["--fsdp", "8"],
     "2 x 2 devices, 2 micro-batches": ["--data", "2", "--fsdp", "2", "--accumulate", "2"],
     "4, loop": ["--fsdp", "4", "--layers", "loop"],
     "4, recomputed, 2 micro-batches": [
@@ -28,8 +28,9 @@ RUNS = {
     "4, attention kernel, its results kept": [
         *("--fsdp", "4", "--recompute", "save_attention", "--attention", "kernel"),
     ],
-    "4, loop, recomputed, 2 micro-batches": [
+    "4, loop, recomputed, split experts, 2 micro-batches": [
         *("--fsdp", "4", "--layers", "loop", "--recompute", "full", "--accumulate", "2"),
+        "--split",
     ],
     "4, FSDPv2 wrapper": ["--fsdp", "4", "--fsdpv2"],
 }
