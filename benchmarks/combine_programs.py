@@ -54,9 +54,9 @@ def plan_for_kernels(expert_ids, *, num_experts: int, block: int, interpret: boo
     """All that a layer computes of its plan: expert_ids [T, K] -> group_sizes and WindowTables."""
     from pallas_ops.routing import kernel
 
-    sizes, _, _ = kernel.routing_plan(expert_ids, num_experts=num_experts, interpret=interpret)
     options = {"num_experts": num_experts, "block": block, "interpret": interpret}
-    return sizes, *kernel.window_tables(expert_ids, **options)
+    bounds, *others = kernel.window_tables(expert_ids, **options)
+    return bounds[-1] - bounds[0], bounds, *others
 
 
 def argsort(expert_ids, *, interpret: bool):

@@ -125,8 +125,11 @@ def routing_plan(
             f"routing_plan: expert_ids has shape {list(expert_ids.shape)}; kernels need a token, "
             "use implementation='gather'"
         )
-    tables = _routing_windows(expert_ids, num_experts, block, encode(sharding))
-    return plan._replace(windows=WindowTables(*tables))
+    tables = WindowTables(*_routing_windows(expert_ids, num_experts, block, encode(sharding)))
+    # The tables have counted already; what the plan counted is then never computed.
+    bounds = tables.bounds.unflatten(0, (num_row_shards(sharding), -1))
+    sizes = bounds[:, -1] - bounds[:, 0]
+    return plan._replace(group_sizes=sizes if sharding else sizes[0], windows=tables)
 
 
 @torch.library.custom_op("pallas_ops::routing_plan", mutates_args=(), device_types="cpu")

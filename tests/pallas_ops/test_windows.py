@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis.extra.numpy import arrays
 
-from pallas_ops import routing_plan
+from pallas_ops import OpSharding, routing_plan
 from pallas_ops.routing import reference, reference_windows
 from pallas_ops.routing.blocks import GRANULE, RING, buffer_rows, check_block
 from pallas_ops.routing.limits import why_no_kernel
@@ -203,3 +203,16 @@ def test_what_the_kernels_take():
     assert "width 0; pad" in why_no_kernel(0, torch.bfloat16, 8, 128)
     too_large = why_no_kernel(2816, torch.bfloat16, 8, 128, block=1024)
     assert "29952 rows of width 2816" in too_large and "plan smaller blocks" in too_large
+
+
+@pytest.mark.parametrize("block", [8, 32])
+@pytest.mark.parametrize("num_shards", [None, 4])
+def test_the_plan_takes_its_group_sizes_from_the_tables(block, num_shards):
+    ids = torch.from_numpy(zipf_ids(400, 3, 9, 0.5))
+    sharding = num_shards and OpSharding(mesh=(("fsdp", num_shards),), row_axes=("fsdp",))
+    counted = routing_plan(ids, 9, sharding=sharding).group_sizes
+    options = {"implementation": "kernel", "block": block, "sharding": sharding}
+    assert torch.equal(routing_plan(ids, 9, **options).group_sizes, counted)
+    shards = ids.reshape(num_shards or 1, -1)
+    expected = [torch.bincount(shard, minlength=9).tolist() for shard in shards]
+    assert counted.reshape(-1, 9).tolist() == expected
