@@ -35,6 +35,13 @@ def implementations(
     }
 
 
+def _expert_weights(config: RunConfig) -> str:
+    halves = "in two halves, each gathered on its own, for split_gmm"
+    fence = "; gather_fence keeps the router behind their gathers"
+    lie = halves if config.model.split_expert_weights else "whole"
+    return lie + (fence if config.fence_expert_gathers else "")
+
+
 def print_plan(config: RunConfig, mesh: DeviceMesh, console: Console) -> None:
     """Devices, sizes, dtypes and implementations, then the layout of parameters by rule, and
     libtpu's flags if there are any, as tables of at most 80 columns."""
@@ -53,6 +60,7 @@ def print_plan(config: RunConfig, mesh: DeviceMesh, console: Console) -> None:
         "a step": f"{format_flops(flops.training)} a device (forward and backward)",
         "dtypes": f"parameters float32, compute {precision.compute}, reduce {precision.reduce}",
         "layers": f"{config.layers}, recompute {config.recompute}",
+        "expert weights": _expert_weights(config),
         **implementations(runtime_target(), config.attention, *config.dispatch_in_force),
     }
     for fact in facts.items():

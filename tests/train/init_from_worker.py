@@ -73,9 +73,10 @@ def main(folders: list[str]) -> None:
             )
             assert lies == wanted, (name, lies, wanted)
         weights = {f"model/{name}": p for name, p in model.named_parameters()}
-        place, address = mesh.place_whole, f"{folder}-checkpoints"
+        layout = mesh.place_whole, mesh.annotate_parameter
+        address = f"{folder}-checkpoints"
         checkpointer = Checkpointer(
-            config, address, Hosts(), weights, Data(), place, lambda line: None
+            config, address, Hosts(), weights, Data(), *layout, lambda line: None
         )
         checkpointer.save(1)
         checkpointer.wait()

@@ -36,7 +36,7 @@ RUNS = {
 }
 OTHERS = [name for name in RUNS if name not in ("1 device", "4, FSDPv2 wrapper")]
 
-DUMPED = {"4 devices": "dump", "4, recomputed, 2 micro-batches": "dump of micro-batches"}
+DUMPED = {"4 devices": "dump", "4, recomputed, 2 micro-batches": "dump_of_micro_batches"}
 
 LOSS_TOLERANCE = 1e-5
 """Relative, over 20 steps in fp32: measured 3e-6, the summation order of 4 and 8 shards."""
@@ -199,7 +199,7 @@ def test_no_norm_scale_is_gathered(step_hlo):
 def test_a_micro_batchs_gradients_are_added_as_shards(runs):
     """What is summed over devices in each of the 2 micro-batches is what a step of 4 devices sums,
     and no gradient is whole anywhere."""
-    text = largest_program(runs["dump of micro-batches"])
+    text = largest_program(runs["dump_of_micro_batches"])
     assert re.search(r"f32\[1,64,32\]\S* reduce-scatter\(", text)
     program = hlo.Program(text)
     sums = [e.instruction for e in program.executed() if e.instruction.opcode == "all-reduce"]

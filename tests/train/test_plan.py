@@ -37,8 +37,9 @@ def test_every_op_of_the_moe_has_an_implementation_named(target):
         for op in names.split(", ")
     }
     functions = {name for name in pallas_ops.__all__ if name.islower()}
-    # Layouts are no ops of their own, and the model's weights are not in halves.
-    assert named == functions - {"split_gate_up", "split_experts", "join_experts", "split_gmm"}
+    # Layouts are no ops of their own; by default weights are whole and gathers not fenced.
+    others = {"split_gate_up", "split_experts", "join_experts", "split_gmm", "gather_fence"}
+    assert named == functions - others
 
 
 def test_what_is_in_force():
@@ -59,6 +60,13 @@ def test_what_is_in_force():
     assert row_of(text, "permute, combine") == "JAX, XLA gathers (rows are torch.float32)"
     by_kernel = row_of(printed(gemma4_26b_a4b()), "permute, combine")
     assert by_kernel == "Pallas, interpreted as HLO"  # this process has no TPU
+    assert row_of(text, "expert weights") == "whole"
+    split = replace(cpu_tiny().model, split_expert_weights=True)
+    text = printed(replace(cpu_tiny(), model=split, fence_expert_gathers=True), width=200)
+    assert row_of(text, "expert weights") == (
+        "in two halves, each gathered on its own, for split_gmm; "
+        "gather_fence keeps the router behind their gathers"
+    )
     recomputed = printed(replace(cpu_tiny(), layers="loop", recompute="full"))
     assert row_of(recomputed, "layers") == "loop, recompute full"
 
