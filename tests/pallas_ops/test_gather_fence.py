@@ -1,16 +1,11 @@
 """gather_fence: the same values whatever the weights hold, one gather, and an order of events."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch_xla
 
 from pallas_ops import OpSharding, gather_fence
+from tests.pallas_ops.processes import on_four_devices
 
 TWO = OpSharding(mesh=(("fsdp", 2),), row_axes=("fsdp",))
 
@@ -69,19 +64,7 @@ print(json.dumps([
 
 
 def test_weights_of_inf_and_nan_reach_nothing_and_are_gathered_once():
-    environment = {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", WORKER],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    results = json.loads(done.stdout.splitlines()[-1])
+    results = on_four_devices(WORKER)
     assert [result.pop("gathers") for result in results] == [1, 2]
     assert results == [{"kept": True, "finite": True}] * 2
 

@@ -2,11 +2,6 @@
 
 import functools
 import itertools
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import hypothesis.strategies as st
 import jax
@@ -22,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_ops import OpSharding, gmm, join_experts, split_experts, split_gmm
 from pallas_ops.split_gmm import kernel
 from pallas_ops.tiling import Tiles
+from tests.pallas_ops.processes import on_four_devices
 
 FP64 = torch.float64
 
@@ -259,19 +255,7 @@ print(json.dumps({
 
 
 def test_each_half_is_gathered_on_its_own_and_its_gradient_stays_sharded():
-    environment = {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", WORKER],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+    result = on_four_devices(WORKER)
     assert result["forward"] < 1e-4 and result["gradient"] < 1e-4
     assert result["shard"] == [2, 2, 5, 6]
     assert result["gathers"] == ["f32[8,5,6]"] * 2
