@@ -7,6 +7,7 @@ running the op.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import partial, update_wrapper
 from typing import Any, Literal
 
@@ -80,11 +81,8 @@ class _Recompute(torch.autograd.Function):
     def forward(ctx, body, keeps, barrier, names, carry, *tensors):
         ctx.body, ctx.keeps, ctx.barrier, ctx.names = body, keeps, barrier, names
         kept = []
-        if keeps is None:
+        with nullcontext() if keeps is None else _Record(keeps, kept):
             new_carry, outputs = _run(body, names, carry, tensors)
-        else:
-            with _Record(keeps, kept):
-                new_carry, outputs = _run(body, names, carry, tensors)
         ctx.save_for_backward(carry, *tensors, *kept)
         return new_carry, *outputs
 
@@ -100,12 +98,9 @@ class _Recompute(torch.autograd.Function):
         inputs, kept = saved[: len(needed)], saved[len(needed) :]
         for tensor, is_needed in zip(inputs, needed, strict=True):
             tensor.requires_grad_(is_needed)
-        with torch.enable_grad():
-            if ctx.keeps is None:
-                carry, outputs = _run(ctx.body, ctx.names, inputs[0], inputs[1:])
-            else:
-                with _Replay(ctx.keeps, iter(kept)):
-                    carry, outputs = _run(ctx.body, ctx.names, inputs[0], inputs[1:])
+        replay = nullcontext() if ctx.keeps is None else _Replay(ctx.keeps, iter(kept))
+        with torch.enable_grad(), replay:
+            carry, outputs = _run(ctx.body, ctx.names, inputs[0], inputs[1:])
         results = [(t, g) for t, g in zip((carry, *outputs), grads, strict=True) if t.requires_grad]
         wanted = [t for t in inputs if t.requires_grad]
         found = iter(torch.autograd.grad(*_columns(results, wanted), allow_unused=True))

@@ -78,22 +78,12 @@ def check_kernel(product: Callable[..., Tensor] | None = None) -> Finding:
 
 def check_steps(mesh: DeviceMesh) -> Finding:
     """Two training steps of a small model on one batch: forward, backward, clip and update."""
-    import functools
-
-    from train.build import build_model, decays, sharded_zeros
-    from train.optim import AdamW
+    from train.build import build_model, build_optimizer
     from train.step import make_train_step
 
     config = small_run(mesh.config)
     model = build_model(config, mesh)
-    optimizer = AdamW(
-        dict(model.named_parameters()),
-        config.optim,
-        config.steps,
-        decays=decays,
-        zeros_like=functools.partial(sharded_zeros, mesh),
-    )
-    step = make_train_step(model, optimizer, mesh)
+    step = make_train_step(model, build_optimizer(config, mesh, model), mesh)
     shape = (config.data.batch_size, config.data.sequence_length)
     tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, shape, dtype=np.int32)
     batch = {"input_ids": tokens, "labels": tokens, "segment_ids": np.ones(shape, np.int32)}

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 LOG_CHECK = "log.dir"
 CHECKPOINT_CHECK = "checkpoints"
-_FP32_STATE_BYTES = 12
-"""Of a parameter: itself and two moments."""
 _CONTENT = b"written by python -m train doctor"
 
 
@@ -45,13 +43,12 @@ def check_log_folder(config: RunConfig) -> Finding:
 def check_checkpoint_folder(config: RunConfig) -> Finding:
     """checkpoint.folder, an address fsspec knows, gives back what is written there, and has room
     for a checkpoint where room can be asked for. What was made is removed."""
-    from torch_gemma4.accounting import parameter_table
+    from torch_gemma4.accounting import state_bytes
 
     if not config.checkpoint.is_on:
         return Finding(CHECKPOINT_CHECK, "not run", "checkpoints are off")
     address = (config.checkpoint.folder or config.log.dir).rstrip("/")
-    parameters = next(part for part in parameter_table(config.model) if part.part == "total")
-    size = _FP32_STATE_BYTES * parameters.total
+    size = state_bytes(config.model, 1, num_moments=config.optim.num_moments).persistent
     try:
         files, root = fsspec.core.url_to_fs(address)
     except (ImportError, ValueError) as error:
