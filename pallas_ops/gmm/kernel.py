@@ -32,7 +32,7 @@ from pallas_ops.gmm.visits import KEEP, Rest, Visits, make_visits
 from pallas_ops.tiling import Tiles, choose_gmm_tiles, gmm_vmem_bytes, row_buckets
 
 _NUM_SLOTS = 2
-"""Matrices in VMEM: one in use, one on its way."""
+"""Matrices in VMEM: one in use, one on its way. A power of two, to count in without divisions."""
 
 
 def gmm(
@@ -117,6 +117,9 @@ def gmm(
         input_output_aliases={len(visits) + 2: 0} if kept else {},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"),
+            # make_visits bounds every address, whatever the sizes. Checking them again would cost
+            # 1 to 2 % of a visit.
+            disable_bounds_checks=True,
             vmem_limit_bytes=min(
                 V6E.vmem_bytes,
                 gmm_vmem_bytes(tiles, itemsize, keeps=bool(kept)) + V6E.vmem_bytes // 4,
@@ -160,28 +163,34 @@ def _kernel(*refs, transpose_rhs, precision):
         for columns, product in parts:
             _store(out, rows, columns, first - begin, end - begin, product)
 
-    _smallest(row_buckets(tile_m), length, multiply)
+    # Most visits are of whole tiles: they come first.
+    *parts, whole = row_buckets(tile_m)
+    largest = parts[-1] if parts else 0
+
+    @pl.when(length > largest)
+    def _whole_tile():
+        multiply(whole)
+
+    _smallest(parts, length, multiply)
 
 
-def _smallest(sizes, length, act):
-    """`act` on the smallest of ascending `sizes` that holds 0 < length <= sizes[-1], by halves:
-    every branch that is not taken costs its jump."""
-    below = 0
-    for half in (sizes[: len(sizes) // 2], sizes[len(sizes) // 2 :]):
-        if half:
+def _smallest(sizes, length, act, below=0):
+    """`act` on the smallest of ascending `sizes` that holds `below` < length <= sizes[-1], by
+    halves: every branch that is not taken costs its jump."""
+    if len(sizes) == 1:
+        pl.when((length > below) & (length <= sizes[0]))(lambda: act(sizes[0]))
+    elif sizes:
+        lower, upper = sizes[: len(sizes) // 2], sizes[len(sizes) // 2 :]
 
-            @pl.when((length > below) & (length <= half[-1]))
-            def _half(half=half):
-                if len(half) == 1:
-                    act(half[0])
-                else:
-                    _smallest(half, length, act)
-
-            below = half[-1]
+        @pl.when((length > below) & (length <= sizes[-1]))
+        def _halves():
+            _smallest(lower, length, act, below)
+            _smallest(upper, length, act, lower[-1])
 
 
 def _arrived(visits, rhs, matrices, arrivals, transpose_rhs):
-    """The visit's matrix in VMEM. Its first visit waits for it and sends for the next one.
+    """The visit's matrix in VMEM. Its first visit waits for it and sends for the next one; the very
+    first sends for both.
 
     Matrices are used in the order (n, rank) and lie in the slots by turns. A slot is free for the
     next one when its last user's last visit is over, which is before the first visit of this one.
@@ -189,34 +198,38 @@ def _arrived(visits, rhs, matrices, arrivals, transpose_rhs):
     n, visit = pl.program_id(0), pl.program_id(1)
     rank, num_used = visits.rank[visit], visits.num_used[0]
     tile_n = matrices.shape[1 if transpose_rhs else 2]
+    use, num_uses = n * num_used + rank, pl.num_programs(0) * num_used
 
-    def slot_of(n, rank):
-        return jax.lax.rem(n * num_used + rank, _NUM_SLOTS)
+    def slot_of(use):
+        return jax.lax.bitwise_and(use, _NUM_SLOTS - 1)
 
-    def copy(n, rank):
-        slot = slot_of(n, rank)
-        columns = pl.ds(pl.multiple_of(n * tile_n, tile_n), tile_n)
-        group = visits.order[rank]
-        source = rhs.at[group, columns] if transpose_rhs else rhs.at[group, :, columns]
-        return pltpu.make_async_copy(source, matrices.at[slot], arrivals.at[slot])
+    def columns_of(group, first):
+        columns = pl.ds(first, tile_n)
+        return rhs.at[group, columns] if transpose_rhs else rhs.at[group, :, columns]
+
+    def send_for(ahead, _):
+        later = (rank + ahead >= num_used).astype(jnp.int32)  # after the last of these columns
+        group = visits.order[rank + ahead - later * num_used]
+        first = pl.multiple_of((n + later) * tile_n, tile_n)
+        slot = slot_of(use + ahead)
+        pltpu.make_async_copy(
+            columns_of(group, first), matrices.at[slot], arrivals.at[slot]
+        ).start()
 
     before = visits.rank[jnp.maximum(visit - 1, 0)]
+    is_first_visit = (rank >= 0) & ((visit == 0) | (before != rank))
+    # A loop, because Mosaic jumps over one of no turns. A condition it would compute with all
+    # addresses in every visit.
+    begin = jnp.where(use == 0, 0, 1)
+    end = jnp.where(is_first_visit, jnp.minimum(2, num_uses - use), 0)
+    jax.lax.fori_loop(begin, end, send_for, None)
 
-    @pl.when((rank >= 0) & ((visit == 0) | (before != rank)))
-    def _first_visit():
-        @pl.when((n == 0) & (rank == 0))
-        def _start_first():
-            copy(n, rank).start()
+    @pl.when(is_first_visit)
+    def _wait():
+        slot = slot_of(use)
+        pltpu.make_async_copy(columns_of(0, 0), matrices.at[slot], arrivals.at[slot]).wait()
 
-        is_last = rank + 1 == num_used
-
-        @pl.when(~(is_last & (n + 1 == pl.num_programs(0))))
-        def _start_next():
-            copy(jnp.where(is_last, n + 1, n), jnp.where(is_last, 0, rank + 1)).start()
-
-        copy(n, rank).wait()
-
-    return matrices.at[slot_of(n, jnp.maximum(rank, 0))]
+    return matrices.at[slot_of(jnp.maximum(use, 0))]
 
 
 def _products(x, matrix, transpose_rhs, precision, dtype):

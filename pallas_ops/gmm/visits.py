@@ -65,8 +65,10 @@ def make_visits(
     before = jnp.sum(group_sizes[:group_offset], dtype=jnp.int32)[None]
     own = group_sizes[group_offset : group_offset + num_groups]
     ends = jnp.concatenate([before, before + jnp.cumsum(own, dtype=jnp.int32)])
-    # Sizes beyond the rows are a caller's fault, but must not become addresses outside the arrays.
-    ends = jnp.concatenate([jnp.minimum(ends, num_rows), jnp.full(1, num_rows, jnp.int32)])
+    # Sizes beyond the rows, or below zero, are a caller's fault, but must not become addresses
+    # outside the arrays: ends ascend within the rows.
+    ends = jax.lax.cummax(jnp.clip(ends, 0, num_rows))
+    ends = jnp.concatenate([ends, jnp.full(1, num_rows, jnp.int32)])
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends[:-1]])
     first_tile = starts // tile_m
     last_tile = (ends - 1) // tile_m
@@ -89,7 +91,7 @@ def make_visits(
     rank = jnp.cumsum(is_group & changes, dtype=jnp.int32) - 1
     keeps = [side == "keep" for side in rest]
     is_kept = (keeps[0] & (segment == 0)) | (keeps[1] & (segment > num_groups))
-    used_before = jnp.cumsum(own > 0, dtype=jnp.int32)
+    used_before = jnp.cumsum((ends > starts)[1:-1], dtype=jnp.int32)
     order = jnp.sum(used_before[None, :] <= jnp.arange(num_groups)[:, None], axis=1)
     visits = Visits(
         tile=tile,

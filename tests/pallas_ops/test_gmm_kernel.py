@@ -240,6 +240,29 @@ def test_visits_equal_brute_force(sizes, groups, before, after):
     assert 0 <= min(visits.tile) and max(visits.tile) < -(-NUM_ROWS // TILE_M)
 
 
+@given(st.lists(st.integers(-(2**31), 2**31 - 1), min_size=4, max_size=4), RANGES, SIDES, SIDES)
+@example([NUM_ROWS, 1, NUM_ROWS, 5], (0, 4, False), "zero", "zero")
+@example([NUM_ROWS, -NUM_ROWS, NUM_ROWS, -1], (0, 4, False), "zero", "keep")
+@example([2**31 - 1] * 4, (1, 2, True), "leave", "keep")
+def test_no_sizes_make_an_address_outside(sizes, groups, before, after):
+    # The kernel's copies are compiled without checks of their bounds.
+    offset, num_groups, _ = groups
+    visits, num_visits = visits_of(
+        jnp.array(sizes, jnp.int32), NUM_ROWS, TILE_M, offset, num_groups, (before, after)
+    )
+    assert 1 <= num_visits <= len(visits.tile)
+    for tile in (visits.tile, visits.lhs_tile, visits.kept_tile):
+        assert 0 <= tile.min() and tile.max() < -(-NUM_ROWS // TILE_M)
+    used = int(visits.num_used[0])
+    assert 0 <= visits.order.min() and visits.order.max() < num_groups
+    rank = np.asarray(visits.rank[:num_visits])
+    live = rank >= 0
+    # Each matrix that is sent for is waited for.
+    assert used <= num_groups and np.unique(rank[live]).tolist() == list(range(used))
+    first, end = (np.asarray(table[:num_visits])[live] for table in (visits.first, visits.end))
+    assert (0 <= first).all() and (first < end).all() and (end <= TILE_M).all()
+
+
 def test_row_buckets_round_up_little():
     assert row_buckets(512) == (64, 128, 192, 256, 320, 384, 448, 512)
     assert row_buckets(16) == (16,)

@@ -8,7 +8,7 @@ import pytest
 from pallas_ops.chips import V6E
 from pallas_ops.gmm import kernel
 from pallas_ops.tiling import Tiles
-from train.compile.static.gmm_steps import branch_sums, find_steps
+from train.compile.static.gmm_steps import branch_sums, find_steps, sending_sum
 from train.compile.static.grid_steps import only_call
 from train.compile.static.schedule import Region, Schedule
 
@@ -60,17 +60,19 @@ def test_a_matrix_hides_behind_its_predecessor_or_is_waited_for(steps):
 
 
 def test_branches_include_what_is_around_them():
-    rest, copies = Region("guard", 6, 9, ()), Region("guard", 20, 24, ())
-    leaves = [Region("guard", 30, 50, ()), Region("guard", 50, 60, ())]
-    half = Region("guard", 25, 70, tuple(leaves))
-    body = Region("guard", 5, 80, (rest, copies, half))
+    rest, waits = Region("guard", 6, 9, ()), Region("guard", 20, 24, ())
+    sends = Region("loop", 12, 17, (Region("guard", 12, 17, ()),))
+    whole, part = Region("guard", 30, 50, ()), Region("guard", 55, 65, ())
+    parts = Region("guard", 52, 70, (part,))
+    body = Region("guard", 5, 80, (rest, sends, waits, whole, parts))
     loop = Region("loop", 2, 90, (Region("guard", 2, 4, ()), body))
     vmatmuls = np.zeros(100)
-    vmatmuls[[35, 55]] = 1
+    vmatmuls[[35, 60]] = 1
     schedule = Schedule((loop,), (), {}, {}, vmatmuls, 0)
-    around = (90 - 2) - 3 - 45  # all but the rest and the products
-    expected = [around + 3, around + 15 + 20, around + 15 + 10]
+    around = (90 - 2) - 3 - 5 - 20 - 18  # all but the rest, the loop that sends and the products
+    expected = [around + 3, around + 8 + 10, around + 20]  # the whole tile's is the last
     assert branch_sums(schedule, np.ones(100), 3).tolist() == expected
+    assert sending_sum(schedule, np.ones(100)) == 5
     with pytest.raises(ValueError, match="has 2 products, expected 8: one a row count"):
         branch_sums(schedule, np.ones(100), 9)
 

@@ -53,12 +53,16 @@ class GmmSteps(KernelSteps):
 
     def sums(self, schedule: Schedule, per_bundle: np.ndarray) -> np.ndarray:
         num_branches = 1 + len(row_buckets(self.tile_m))
-        return branch_sums(schedule, per_bundle, num_branches)[self.branch]
+        branch = branch_sums(schedule, per_bundle, num_branches)
+        return branch[self.branch] + self.opens * sending_sum(schedule, per_bundle)
 
     def regions(self, schedule: Schedule) -> dict[str, float]:
         names = ("rest", *(f"{rows} rows" for rows in row_buckets(self.tile_m)))
-        parts = branch_sums(schedule, np.ones(schedule.num_bundles), len(names))
-        return dict(zip(names, parts.tolist(), strict=True))
+        per_bundle = np.ones(schedule.num_bundles)
+        parts = branch_sums(schedule, per_bundle, len(names)).tolist()
+        return dict(zip(names, parts, strict=True)) | {
+            "a matrix sent for": sending_sum(schedule, per_bundle)
+        }
 
     def time(self, schedule: Schedule) -> StepTime:
         """By the model above."""
@@ -91,13 +95,14 @@ class GmmSteps(KernelSteps):
 
 def branch_sums(schedule: Schedule, per_bundle: np.ndarray, num_branches: int) -> np.ndarray:
     """[num_branches] sum of a quantity over the bundles of a step that runs one innermost branch of
-    the body, everything around it included: the first branch, then those with products. Others
-    start or await copies; every step is charged with them.
+    the body, everything around it included but the loop that sends for matrices: the first branch,
+    then those with products by their rows, of which a whole tile's comes first in the body. Any
+    other waits for a matrix; every step is charged with it.
 
     Raises ValueError when the compiler left another number of branches.
     """
     loop = schedule.main_loop
-    body = max(loop.children, key=lambda guard: guard.last - guard.first)
+    body = _body(schedule)
 
     def total(region: Region) -> float:
         return float(per_bundle[region.first : region.last].sum())
@@ -111,15 +116,27 @@ def branch_sums(schedule: Schedule, per_bundle: np.ndarray, num_branches: int) -
         return [each for child in inner for each in leaves(child, around)] or [around]
 
     rest = total(body.children[0]) if body.children else 0.0
-    products = leaves(body, total(loop) - total(body) - rest)
-    outside = total(loop) - sum(total(child) for child in body.children if multiplies(child))
-    found = [outside, *products]
+    sending = sending_sum(schedule, per_bundle)
+    whole, *parts = leaves(body, total(loop) - total(body) - rest - sending)
+    outside = total(loop) - sending
+    outside -= sum(total(child) for child in body.children if multiplies(child))
+    found = [outside, *parts, whole]
     if len(found) != num_branches:
         raise ValueError(
             f"the schedule of gmm has {len(found) - 1} products, expected {num_branches - 1}: one "
             "a row count of `row_buckets`"
         )
     return np.array(found)
+
+
+def sending_sum(schedule: Schedule, per_bundle: np.ndarray) -> float:
+    """Sum of a quantity over one turn of the loop that sends for matrices; a matrix is a turn."""
+    loops = [child for child in _body(schedule).children if child.kind == "loop"]
+    return float(sum(per_bundle[loop.first : loop.last].sum() for loop in loops))
+
+
+def _body(schedule: Schedule) -> Region:
+    return max(schedule.main_loop.children, key=lambda guard: guard.last - guard.first)
 
 
 def find_steps(call: PallasCall) -> GmmSteps:
