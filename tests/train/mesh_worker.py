@@ -24,6 +24,10 @@ def main() -> None:
     parser.add_argument("--layers", default="scan")
     parser.add_argument("--recompute", default="none")
     parser.add_argument("--attention", default="einsum")
+    parser.add_argument("--dispatch", default="gather")
+    parser.add_argument("--hidden_size", type=int, default=32)
+    parser.add_argument("--compute", default="float32")
+    parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--split", action="store_true")
     parser.add_argument("--optim", default="adamw")
@@ -38,6 +42,7 @@ def main() -> None:
     model_config = replace(
         presets.micro(),
         vocab_size=256,
+        hidden_size=arguments.hidden_size,
         load_balance_loss_weight=0.01,
         router_z_loss_weight=0.001,
         z_loss_weight=1e-4,
@@ -50,10 +55,11 @@ def main() -> None:
         layers=arguments.layers,
         recompute=arguments.recompute,
         attention=arguments.attention,
+        dispatch=arguments.dispatch,
         accumulate=arguments.accumulate,
         mesh=MeshConfig(fsdp=arguments.fsdp, data=arguments.data),
-        precision=PrecisionConfig(compute="float32"),
-        data=DataConfig(sequence_length=32, batch_size=8),
+        precision=PrecisionConfig(compute=arguments.compute),
+        data=DataConfig(sequence_length=32, batch_size=arguments.batch_size),
         optim=OptimConfig(name=arguments.optim, learning_rate=1e-2, warmup_steps=2),
         model=model_config,
     )
