@@ -10,6 +10,7 @@ relayout is a copy or a transpose of a megabyte or more; each is told with its b
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,8 @@ def compile_products(options: Options, d_last: bool) -> dict[str, Any]:
 
 
 def relayouts(program: Any) -> list[str]:
-    """Large copies and transposes of a program, inside fusions too, as opcode, shape and bytes."""
+    """Large copies and transposes of a program, inside fusions too, as opcode, shape and bytes:
+    not those that only bring an array to VMEM or back."""
     from train.compile.hlo import shape_bytes
 
     found = []
@@ -119,8 +121,15 @@ def relayouts(program: Any) -> list[str]:
         for part in (executed.instruction, *program.inside(executed.instruction)):
             size = shape_bytes(part.shape)
             if part.opcode in ("copy", "copy-start", "transpose") and size >= _LARGE:
-                found.append(f"{part.opcode} {part.shape} {size:,} bytes")
+                if not _is_prefetch(part.shape):
+                    found.append(f"{part.opcode} {part.shape} {size:,} bytes")
     return found
+
+
+def _is_prefetch(shape: str) -> bool:
+    """Whether a copy's (to, from, ...) differ in their memory alone: VMEM and HBM."""
+    layouts = re.findall(r"\w+\[[^{]*\{[^}]*\}", re.sub(r"S\(\d+\)", "", shape))
+    return len(layouts) > 1 and layouts[0] == layouts[1]
 
 
 def main(options: Options) -> None:

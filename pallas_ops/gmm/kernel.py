@@ -54,7 +54,7 @@ def gmm(
     `rest` is for the rows before the groups and after them; None is "keep" with a partial_sum, else
     "zero".
 
-    Raises ValueError for tiles that cut K.
+    Raises ValueError for tiles that cut K, or N elsewhere than between lanes.
     """
     num_rows, size_k = lhs.shape
     num_groups = rhs.shape[0]
@@ -72,10 +72,24 @@ def gmm(
     tiles = Tiles(tiles.tile_m, size_k, min(tiles.tile_n, size_n))
     tile_m, tile_n = tiles.tile_m, tiles.tile_n
     num_n = pl.cdiv(size_n, tile_n)
-    if size_n % tile_n:  # copies by hand stop at no edge: give the last one whole columns to read
-        n_dim = 1 if transpose_rhs else 2
-        padding = [(0, num_n * tile_n - size_n if dim == n_dim else 0) for dim in range(3)]
-        rhs = jnp.pad(rhs, padding)
+    if num_n > 1 and tile_n % V6E.num_lanes:
+        raise ValueError(
+            f"gmm: tile_n={tile_n} cuts N={size_n} inside {V6E.num_lanes} lanes; give a multiple "
+            f"of them, or tile_n={size_n}"
+        )
+    # Copies by hand stop at no edge and take whole tiles of memory: give them those to read.
+    rhs_block = [tile_n, size_k] if transpose_rhs else [size_k, tile_n]
+    rhs_block = [
+        pl.cdiv(size, unit) * unit
+        for size, unit in zip(rhs_block, (V6E.row_group, V6E.num_lanes), strict=True)
+    ]
+    num_blocks = (num_n, 1) if transpose_rhs else (1, num_n)
+    padding = [
+        (0, num * block - size)
+        for num, block, size in zip(num_blocks, rhs_block, rhs.shape[1:], strict=True)
+    ]
+    if any(after for _, after in padding):
+        rhs = jnp.pad(rhs, ((0, 0), *padding))
 
     if rest is None:
         rest = ("zero",) * 2 if partial_sum is None else ("keep",) * 2
@@ -88,7 +102,6 @@ def gmm(
         rest=rest,
     )
     kept = () if partial_sum is None else (partial_sum.astype(lhs.dtype),)
-    rhs_block = (tile_n, size_k) if transpose_rhs else (size_k, tile_n)
     out_shape = jax.ShapeDtypeStruct((num_rows, size_n), lhs.dtype)
     out = pl.pallas_call(
         functools.partial(
@@ -159,7 +172,7 @@ def _kernel(*refs, transpose_rhs, precision):
     def multiply(num_rows):
         begin = pl.multiple_of(jnp.minimum(start, tile_m - num_rows), V6E.row_group)
         rows = pl.ds(begin, num_rows)
-        parts = _products(lhs[rows, :], matrix, transpose_rhs, precision, out.dtype)
+        parts = _products(lhs[rows, :], matrix, out.shape[1], transpose_rhs, precision, out.dtype)
         for columns, product in parts:
             _store(out, rows, columns, first - begin, end - begin, product)
 
@@ -232,24 +245,26 @@ def _arrived(visits, rhs, matrices, arrivals, transpose_rhs):
     return matrices.at[slot_of(jnp.maximum(use, 0))]
 
 
-def _products(x, matrix, transpose_rhs, precision, dtype):
-    """(columns, x [rows, K] times those columns of the matrix, rounded to dtype), part by part.
+def _products(x, matrix, num_columns, transpose_rhs, precision, dtype):
+    """(columns, x [rows, K] times those of the matrix's num_columns, rounded to dtype), part by
+    part. The matrix may be padded.
 
     A matrix unit holds a square of one operand and streams rows of the other. Held squares that are
     partly empty waste it: 1408 columns are 5.5 squares. With `transpose_rhs` the other way round is
     possible when x fills squares: the matrix's own rows stream, and the result comes transposed.
     """
     width = V6E.mxu_width
-    num_rows, num_columns = x.shape[0], matrix.shape[0 if transpose_rhs else 1]
+    num_rows, size_k = x.shape
     dot = functools.partial(
         jax.lax.dot_general, precision=precision, preferred_element_type=jnp.float32
     )
     if transpose_rhs and num_rows % width == 0 and num_columns % width:
-        yield slice(None), dot(matrix[...], x, (((1,), (1,)), ((), ()))).astype(dtype).T
+        w = matrix[:num_columns, :size_k]
+        yield slice(None), dot(w, x, (((1,), (1,)), ((), ()))).astype(dtype).T
         return
     for column in range(0, num_columns, width):
         columns = slice(column, min(column + width, num_columns))
-        w = matrix[columns, :] if transpose_rhs else matrix[:, columns]
+        w = matrix[columns, :size_k] if transpose_rhs else matrix[:size_k, columns]
         contract = (((1,), (1 if transpose_rhs else 0,)), ((), ()))
         yield columns, dot(x, w, contract).astype(dtype)
 

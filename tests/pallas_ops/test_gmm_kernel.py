@@ -269,7 +269,14 @@ def test_row_buckets_round_up_little():
     assert row_buckets(112) == (64, 112)
 
 
-def test_a_tile_that_cuts_k_is_refused():
-    lhs, rhs, sizes = jnp.zeros((16, 96)), jnp.zeros((1, 96, 8)), jnp.array([16])
-    with pytest.raises(ValueError, match="gmm: tile_k=64 cuts K=96; give tile_k=96"):
-        gmm(lhs, rhs, sizes, transpose_rhs=False, interpret=True, tiles=Tiles(16, 64, 8))
+@pytest.mark.parametrize(
+    ("tiles", "message"),
+    [
+        (Tiles(16, 64, 136), "tile_k=64 cuts K=96; give tile_k=96"),
+        (Tiles(16, 96, 72), "tile_n=72 cuts N=136 inside 128 lanes; give a .*, or tile_n=136"),
+    ],
+)
+def test_tiles_that_cut_are_refused(tiles, message):
+    lhs, rhs, sizes = jnp.zeros((16, 96)), jnp.zeros((1, 96, 136)), jnp.array([16])
+    with pytest.raises(ValueError, match=f"gmm: {message}"):
+        gmm(lhs, rhs, sizes, transpose_rhs=False, interpret=True, tiles=tiles)

@@ -41,8 +41,9 @@ def test_steps_of_five_groups(steps):
     out = 128 * 256 * 2  # 130 columns in whole lanes
     last = 80 * 256 * 2  # 76 rows in tiles of 8
     assert steps.grid.written.tolist() == [0, *[out] * 4, 0, *[out] * 3, 0, out, last]
-    assert steps.matrix_bytes == 130 * 256 * 2
-    assert steps.dma_bytes == 8 * block + 8 * out + last + 4 * 130 * 256 * 2
+    matrix = 144 * 256 * 2  # 130 rows in tiles of memory
+    assert steps.matrix_bytes == matrix
+    assert steps.dma_bytes == 8 * block + 8 * out + last + 4 * matrix
 
 
 def test_a_matrix_hides_behind_its_predecessor_or_is_waited_for(steps):
