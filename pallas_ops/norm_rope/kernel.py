@@ -131,12 +131,8 @@ def _backward_kernel(dout, x, weight, *rest, scaled, turned, eps, dim, length):
         for half, product in enumerate(products):
             width = product.shape[1]
             # Registers are added to registers; the last sum, inside one, is left to the end.
-            whole = rows // _SUBLANES * _SUBLANES
-            sums = jnp.sum(product[:whole].reshape(-1, _SUBLANES, width), axis=0)
-            at = slice(half * width, (half + 1) * width)
-            dweight[:, at] += sums
-            if whole < rows:
-                dweight[: rows - whole, at] += product[whole:]
+            sums = jnp.sum(product.reshape(-1, _SUBLANES, width), axis=0)
+            dweight[:, half * width : (half + 1) * width] += sums
         grads = [grad * w for grad, w in zip(grads, _halves(weight), strict=True)]
     along = sum(
         jnp.sum(grad * norm, axis=1, keepdims=True)
@@ -170,7 +166,7 @@ def _specs(lanes, heads, tables):
     """(rows of a block, the blocks of x, the weight and the tables)."""
     _, length, total = lanes.shape
     width = total // heads
-    rows = min(ROWS, length)
+    rows = min(ROWS, -(-length // V6E.row_group) * V6E.row_group)
     block = pl.BlockSpec((1, rows, width), lambda b, i, n: (b, i, n))
     weight = pl.BlockSpec((1, width), lambda b, i, n: (0, 0))
     shared = bool(tables) and tables[0].shape[0] == 1
