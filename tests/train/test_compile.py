@@ -84,9 +84,22 @@ def test_a_trip_count_the_compiler_states_wins():
     assert {e.count for e in hlo.Program(stated).executed()} == {1, 7}
 
 
-def test_an_unknown_trip_count_is_said():
-    unknown = LOOP.replace("%bound = s32[] constant(5)", "%bound = s32[] negate(%i)")
-    report = report_of(unknown)
+def test_a_loop_whose_first_turn_was_peeled_off_turns_once_less():
+    peeled = LOOP.replace("%zero = s32[] constant(0)", "%one = s32[] constant(1)")
+    peeled = peeled.replace("tuple(%zero, %a)", "tuple(%begin, %a)")
+    peeled = peeled.replace("  %start =", "  %begin = s32[] copy(%one)\n  %start =")
+    assert {e.count for e in hlo.Program(peeled).executed()} == {1, 4}
+
+
+@pytest.mark.parametrize(
+    ("known", "unknown"),
+    [
+        ("%bound = s32[] constant(5)", "%bound = s32[] negate(%i)"),
+        ("%zero = s32[] constant(0)", "%zero = s32[] negate(%n)"),
+    ],
+)
+def test_an_unknown_trip_count_is_said(known, unknown):
+    report = report_of(LOOP.replace(known, unknown))
     assert "trip count of loop, counted once" in report.unknowns
 
 

@@ -26,6 +26,8 @@ _BODY = re.compile(r"body=%([\w.\-]+)")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _SOURCE_FILE = re.compile(r'source_file="([^"]*)"')
+_INDEX = re.compile(r"index=(\d+)")
+_OPERAND = re.compile(r"%([\w.\-]+)")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota", "after-all"}
@@ -102,6 +104,17 @@ def body_of(loop: Instruction) -> str:
     return _BODY.search(loop.rest)[1]
 
 
+def _literal(instruction: Instruction) -> int | None:
+    """The value of an integer constant."""
+    found = re.match(r"(\d+)\)", instruction.rest)
+    return int(found[1]) if found and instruction.opcode == "constant" else None
+
+
+def _operands(instruction: Instruction) -> list[str]:
+    """Names of its operands."""
+    return _OPERAND.findall(instruction.rest.partition(")")[0])
+
+
 @dataclass
 class Computation:
     """A named list of instructions."""
@@ -143,18 +156,29 @@ class Program:
         if not self.entry:
             raise ValueError("no ENTRY computation in this text: give an HLO module")
 
-    def trip_count(self, loop: Instruction) -> int | None:
-        """Turns of a `while`: as the compiler says, or the literal its condition compares with."""
+    def trip_count(self, loop: Instruction, holder: Computation) -> int | None:
+        """Turns of a `while` of `holder`: as the compiler says, or from the literal that its
+        counter starts at (1 where a turn was peeled off) to the one its condition compares with."""
         if found := _TRIP_COUNT.search(loop.rest):
             return int(found[1])
-        condition = re.search(r"condition=%([\w.\-]+)", loop.rest)[1]
-        bounds = [
-            int(constant[1])
-            for instruction in self.computations[condition].instructions.values()
-            if instruction.opcode == "constant"
-            and (constant := re.match(r"(\d+)\)", instruction.rest))
+        condition = self.computations[re.search(r"condition=%([\w.\-]+)", loop.rest)[1]]
+        bounds = [_literal(each) for each in condition.instructions.values()]
+        bounds = [bound for bound in bounds if bound is not None]
+        counters = [
+            int(found[1])
+            for each in condition.instructions.values()
+            if each.opcode == "get-tuple-element" and (found := _INDEX.search(each.rest))
         ]
-        return bounds[0] if len(bounds) == 1 else None
+        if len(bounds) != 1 or len(counters) != 1:
+            return None
+        initial = holder.instructions.get(_operands(loop)[0])
+        if initial is None or initial.opcode != "tuple":
+            return None
+        start = holder.instructions.get(_operands(initial)[counters[0]])
+        while start is not None and start.opcode in ("copy", "bitcast"):
+            start = holder.instructions.get(_operands(start)[0])
+        first = None if start is None else _literal(start)
+        return None if first is None else bounds[0] - first
 
     @cached_property
     def unknown_loops(self) -> list[str]:
@@ -163,7 +187,7 @@ class Program:
             instruction.name
             for computation in self.computations.values()
             for instruction in computation.instructions.values()
-            if instruction.opcode == "while" and self.trip_count(instruction) is None
+            if instruction.opcode == "while" and self.trip_count(instruction, computation) is None
         ]
 
     def executed(self) -> Iterator[Executed]:
@@ -175,9 +199,8 @@ class Program:
         for instruction in computation.instructions.values():
             yield Executed(instruction, computation, count)
             if instruction.opcode == "while":
-                yield from self._walk(
-                    body_of(instruction), count * (self.trip_count(instruction) or 1)
-                )
+                turns = self.trip_count(instruction, computation) or 1
+                yield from self._walk(body_of(instruction), count * turns)
             elif instruction.opcode in ("call", "conditional", "async-start"):
                 for called in instruction.called:
                     yield from self._walk(called, count)

@@ -111,7 +111,7 @@ class StepModel:
             elif (handle := collectives.ends(self.program, executed)) is not None:
                 awaited = pending.pop(handle, None)
             elif instruction.opcode == "while":
-                turns = self.program.trip_count(instruction) or 1
+                turns = self.program.trip_count(instruction, computation) or 1
                 took, waited = self._elapsed(hlo.body_of(instruction))
                 now, waits = now + turns * took, waits + turns * waited
             elif instruction.opcode in ("call", "conditional", "async-start"):
