@@ -12,7 +12,7 @@ import torch
 import torch_xla.core.xla_model as xm
 from torch import Tensor
 
-from torch_gemma4.execution import Execution, Precision, python_loop
+from torch_gemma4.execution import Execution, LayerLoop, Precision, python_loop
 from torch_gemma4.init import initial_values
 from torch_gemma4.model import Gemma4ForCausalLM
 from torch_gemma4.recompute import recompute_layer
@@ -41,10 +41,16 @@ def build_execution(config: RunConfig, mesh: MeshLayout) -> Execution:
         attention=config.attention,
         dispatch=config.dispatch_in_force[0],
         fence_expert_gathers=config.fence_expert_gathers,
-        loop=XlaLoop(mesh.annotate_layer_gradient) if config.layers == "scan" else python_loop,
+        loop=_loop(config, mesh),
         recompute=recompute,
         constrain=mesh.constrain,
     )
+
+
+def _loop(config: RunConfig, mesh: MeshLayout) -> LayerLoop:
+    if config.layers == "loop":
+        return python_loop
+    return XlaLoop(mesh.annotate_layer_gradient, offload=config.offload_activations)
 
 
 def build_model(config: RunConfig, mesh: DeviceMesh) -> Gemma4ForCausalLM:

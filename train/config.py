@@ -262,6 +262,9 @@ class RunConfig:
     """What the backward pass runs again to save memory. none keeps all activations; full keeps the
     layers' inputs and runs every layer again; the others also keep attention's results, in global
     layers or in all, and do not run it again. (The loss makes its logits again in any case.)"""
+    offload_activations: bool = False
+    """What recomputed layers keep for the backward pass lies in the host's memory until then,
+    outside HBM. Only on TPUs, with --layers scan: the copies run beside the layers."""
     accumulate: int = 1
     """Micro-batches of a step: its batch is run in so many parts, one after another, which takes
     the memory of one of them and gives the same gradients. data.batch_size is that of the step."""
@@ -339,6 +342,7 @@ class RunConfig:
             "only the attention kernel has a result to keep: give --attention kernel, or "
             "--recompute full",
         )
+        self._check_offload()
         _require(
             self.optim.name != "muon" or not self.model.split_expert_weights,
             "optim.name",
@@ -348,6 +352,15 @@ class RunConfig:
         )
         if self.dispatch == "kernel" and (reason := self._why_no_kernel()):
             raise ValueError(f"dispatch = 'kernel': {reason}, or give --dispatch auto")
+
+    def _check_offload(self) -> None:
+        met = {
+            "all activations would go to the host: give --recompute full": self.recompute != "none",
+            "only a device loop hides the copies: give --layers scan": self.layers == "scan",
+            "a CPU has one memory: give --mesh.platform tpu": self.mesh.platform == "tpu",
+        }
+        for remedy, is_met in met.items() if self.offload_activations else ():
+            _require(is_met, "offload_activations", True, remedy)
 
     def _check_held_out(self) -> None:
         if self.eval.every == 0:

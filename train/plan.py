@@ -59,7 +59,8 @@ def print_plan(config: RunConfig, mesh: DeviceMesh, console: Console) -> None:
         "parameters": f"{parameters.total:,} in all, {parameters.active:,} active a token",
         "a step": f"{format_flops(flops.training)} a device (forward and backward)",
         "dtypes": f"parameters float32, compute {precision.compute}, reduce {precision.reduce}",
-        "layers": f"{config.layers}, recompute {config.recompute}",
+        "layers": f"{config.layers}, recompute {config.recompute}"
+        + ", what is kept lies on the host" * config.offload_activations,
         "expert weights": _expert_weights(config),
         **implementations(runtime_target(), config.attention, *config.dispatch_in_force),
     }

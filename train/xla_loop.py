@@ -17,7 +17,10 @@ torch_gemma4/execution.py, `recompute`). Invariants:
 - a saved value that is a parameter or a constant is never stacked: the backward loop reads it
   again;
 - the forward body lives in one `while` and the recomputed body in another, so the compiler cannot
-  merge them and undo the recomputation: no optimization barrier is needed.
+  merge them and undo the recomputation: no optimization barrier is needed;
+- with `offload`, saved values lie in the host's memory between the two loops. Of nested loops it is
+  the outermost that sends them, a turn's at once: XLA cannot update a stack on the host from within
+  a loop that another repeats.
 
 The traced pair is cached by (body, shapes, dtypes, which inputs want gradients): equal bodies must
 be the same pure function of their arguments. Tensors they capture are read at trace time, stay
@@ -35,6 +38,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from torch_gemma4.execution import Body
+from train.host_memory import to_device, to_host
 from train.xla_while import Computation, lower, placeholder, while_loop
 
 _XLAC = torch_xla._XLAC
@@ -105,6 +109,7 @@ def _trace_body(
     constants: tuple[Tensor, ...],
     with_grad: bool,
     annotate_grad: GradAnnotation | None,
+    offload: bool,
 ) -> _Trace:
     """Runs the body once on placeholders shaped as the arguments (params as one row of theirs), and
     its backward pass if `with_grad`, and lowers both."""
@@ -132,7 +137,10 @@ def _trace_body(
     known = {_XLAC._xla_get_tensor_id(t): ("param", i) for i, t in enumerate(params_in)}
     known |= {_XLAC._xla_get_tensor_id(t): ("constant", i) for i, t in enumerate(constants_in)}
     stacked: list[Tensor] = []
+    replayed: dict[tuple[str, int], Tensor] = {}
+    """The backward's placeholders."""
     replay: dict[tuple[str, int], Tensor] = {}
+    """What it computes with: those, or what comes back from the host for them."""
 
     def pack(tensor: Tensor) -> tuple[str, int] | Tensor:
         if tensor.device.type != "xla":
@@ -140,7 +148,7 @@ def _trace_body(
         key = _XLAC._xla_get_tensor_id(tensor)
         if key not in known:
             known[key] = ("stacked", len(stacked))
-            stacked.append(tensor.detach())
+            stacked.append(to_host(tensor.detach()) if offload else tensor.detach())
         return known[key]
 
     def unpack(slot: tuple[str, int] | Tensor) -> Tensor:
@@ -149,7 +157,9 @@ def _trace_body(
         if slot not in replay:
             group, index = slot
             values = {"param": params_in, "constant": constants_in, "stacked": stacked}[group]
-            replay[slot] = placeholder(values[index])
+            replayed[slot] = placeholder(values[index])
+            comes_back = offload and group == "stacked"
+            replay[slot] = to_device(replayed[slot]) if comes_back else replayed[slot]
         return replay[slot]
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
@@ -179,7 +189,9 @@ def _trace_body(
     def slots(group: str, count: int) -> list[Tensor]:
         """The backward's placeholder of every value of a group, a fresh one for a value it never
         reads."""
-        return [unpack((group, i)) for i in range(count)]
+        for i in range(count):
+            unpack((group, i))
+        return [replayed[group, i] for i in range(count)]
 
     backward_rows = slots("param", len(params_in)) + slots("stacked", len(stacked)) + cotangents
     backward = lower(
@@ -241,10 +253,15 @@ class XlaLoop:
     a constant that requires grad, and for a body that changes the carry's shape or dtype.
     """
 
-    def __init__(self, annotate_grad: GradAnnotation | None = None) -> None:
+    def __init__(
+        self, annotate_grad: GradAnnotation | None = None, *, offload: bool = False
+    ) -> None:
         """`annotate_grad(name, gradient of one iteration)` pins the gradient's sharding inside the
-        loop; None leaves it open."""
+        loop; None leaves it open. `offload` keeps what autograd saves in the host's memory until
+        the backward loop, which only a TPU can."""
         self._annotate_grad = annotate_grad
+        self._offload = offload
+        self._is_tracing = False
         self._traces: dict[tuple, _Trace] = {}
 
     def __call__(
@@ -254,12 +271,18 @@ class XlaLoop:
         tensors = (carry, *constants, *params.values())
         with_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         signature = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
-        key = (body, with_grad, tuple(params), len(constants), signature)
+        offload = self._offload and not self._is_tracing
+        key = (body, with_grad, offload, tuple(params), len(constants), signature)
         if key not in self._traces:
-            # A loop traced inside another's trace must not save through the outer trace's hooks.
-            with torch.autograd.graph.saved_tensors_hooks(_identity, _identity):
-                trace = _trace_body(body, carry, params, constants, with_grad, self._annotate_grad)
-            self._traces[key] = trace
+            was_tracing, self._is_tracing = self._is_tracing, True
+            try:
+                # A loop traced inside another's trace must not save through the outer one's hooks.
+                with torch.autograd.graph.saved_tensors_hooks(_identity, _identity):
+                    self._traces[key] = _trace_body(
+                        *(body, carry, params, constants, with_grad, self._annotate_grad, offload)
+                    )
+            finally:
+                self._is_tracing = was_tracing
         trace = self._traces[key]
         if not with_grad:
             (carry_out,), outputs = while_loop(

@@ -225,9 +225,10 @@ def test_what_is_done_already_is_no_remedy():
         attention="kernel",
         precision=replace(config.precision, compute="bfloat16"),
     )
-    assert set(remedies_of(done)) == {
-        *("--accumulate", "--model.num_loss_tiles", "--precision.reduce", "--topology")
-    }
+    others = {"--accumulate", "--model.num_loss_tiles", "--precision.reduce", "--topology"}
+    assert set(remedies_of(done)) == {*others, "--offload_activations"}
+    on_host = replace(done, mesh=replace(done.mesh, platform="tpu"), offload_activations=True)
+    assert set(remedies_of(on_host)) == others
 
 
 def test_the_arithmetic_of_savings():
@@ -267,6 +268,11 @@ def test_what_a_policy_keeps_can_be_run_again():
     tokens, heads = 2 * 128, config.model.num_attention_heads
     kept = sum(heads * (spec.head_dim + 1) * 4 for spec in config.model.layers)
     assert found.saved_bytes == tokens * kept
+
+
+def test_what_layers_keep_can_lie_on_the_host():
+    found = remedies_of(gemma4_26b_a4b(), "v6e-128")["--offload_activations"]
+    assert found.saved_bytes == 24 * 32_768 * 2816 * 2  # of 30 layers all but a period of 6
 
 
 def test_an_odd_number_of_sequences_is_shortened():

@@ -248,6 +248,32 @@ def test_markers_and_waits_are_no_work():
     assert kinds.is_work(instruction("%a)", "exponential"))
 
 
+HOST = """HloModule m
+
+ENTRY %main (x: f32[1,100], i: s32[]) -> f32[5,100] {
+  %x = f32[1,100]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %stack = f32[5,100]{1,0:S(5)} custom-call(), custom_call_target="AllocateBuffer"
+  %put = ((f32[5,100]{1,0:S(5)}, f32[1,100]{1,0}, s32[], s32[]), f32[5,100]{1,0:S(5)}, u32[]) \
+dynamic-update-slice-start(%stack, %x, %i, %i)
+  %kept = f32[5,100]{1,0:S(5)} dynamic-update-slice-done(%put)
+  %get = ((f32[5,100]{1,0:S(5)}, s32[], s32[]), f32[1,100]{1,0}, u32[]) \
+dynamic-slice-start(%kept, %i, %i), dynamic_slice_sizes={1,100}
+  %row = f32[1,100]{1,0} dynamic-slice-done(%get)
+  %all = (f32[5,100]{1,0}, f32[5,100]{1,0:S(5)}, u32[]) copy-start(%kept)
+  %fetch = (f32[1,100]{1,0:S(1)}, f32[1,100]{1,0}, u32[]) copy-start(%row)
+  ROOT %out = f32[5,100]{1,0} copy-done(%all)
+}
+"""
+
+
+def test_copies_to_the_host_and_back_are_told_and_not_modelled():
+    step = model(HOST)
+    assert step.host_copies() == (3, 400 + 400 + 2000)
+    assert [work.executed.instruction.name for work in step.work()] == ["fetch"]
+    assert model(SLICES).host_copies() == (0, 0)
+
+
 def test_every_file_that_has_a_kind_exists():
     from pathlib import Path
 

@@ -57,6 +57,18 @@ from train.presets import PRESETS, cpu_tiny
             lambda: _tiny(recompute="save_attention"),
             r"recompute = 'save_attention': only the attention kernel .*or --recompute full",
         ),
+        (
+            lambda: _tiny(offload_activations=True),
+            r"offload_activations = True: all activations .*: give --recompute full",
+        ),
+        (
+            lambda: _tiny(offload_activations=True, recompute="full", layers="loop"),
+            r"offload_activations = True: only a device loop .*: give --layers scan",
+        ),
+        (
+            lambda: _tiny(offload_activations=True, recompute="full"),
+            r"offload_activations = True: a CPU has one memory: give --mesh\.platform tpu",
+        ),
         (lambda: LogConfig(heat_map_every=-1), r"log\.heat_map_every = -1: give at least 0"),
         (lambda: SampleConfig(every=-1), r"sample\.every = -1: give at least 0"),
         (

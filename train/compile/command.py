@@ -230,6 +230,7 @@ def _recomputation(config: RunConfig, num_chips: int) -> dict[str, Any]:
         "flops": cost.total_flops,
         "counted_flops": _workload(config, num_chips).flops,
         "kept_bytes": cost.kept_bytes,
+        "kept_on_host": config.offload_activations,
     }
 
 

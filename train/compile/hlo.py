@@ -16,7 +16,8 @@ _BYTES = {
     "pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2,
     "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8, "c64": 8,
 }  # fmt: skip
-_SHAPE = re.compile(r"\b(" + "|".join(_BYTES) + r")\[([\d,]*)\](\{[^{}]*\})?")
+ARRAY = re.compile(r"\b(" + "|".join(_BYTES) + r")\[([\d,]*)\](\{[^{}]*\})?")
+"""One array's dtype, dimensions and layout in a shape."""
 _OTHER_SPACE = re.compile(r"S\([1-9]\d*\)")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.+?) ([\w\-]+)\((.*)$")
 _COMPUTATION = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\{$")
@@ -39,7 +40,7 @@ def shape_bytes(text: str, *, only_hbm: bool = False) -> int:
     """Bytes of every array named in a piece of HLO, without tiling's padding; with `only_hbm`, of
     those that its layouts put in no other memory."""
     total = 0
-    for dtype, dims, layout in _SHAPE.findall(text):
+    for dtype, dims, layout in ARRAY.findall(text):
         if only_hbm and _OTHER_SPACE.search(layout):
             continue
         size = _BYTES[dtype]

@@ -6,6 +6,7 @@
 - everything else: bytes of HBM at 1.4 TB/s; the compiler's own estimate is two to five times too
   high for these, so it is kept beside and not summed;
 - sorts, gathers and scatters: by bytes too, but no figure for them is trusted;
+- copies to the host's memory and back: no figure is known, they are listed (`host_copies`);
 - collectives: bytes over the links at the chip's published rate, see `exposed_s`.
 
 Peak rates and the clock are a v6e's; docs of the model: estimating.md of the project's notes.
@@ -22,7 +23,7 @@ from train.compile import collectives, hlo, kinds
 from train.compile.collectives import Collective
 from train.compile.kernels import KernelKey, kernel_key
 from train.compile.static.step_time import CLOCK_HZ
-from train.compile.traffic import hbm_bytes
+from train.compile.traffic import hbm_bytes, host_bytes
 
 MODEL_BYTES_PER_S = 1.4e12
 """Memory bandwidth that data movement is modelled with."""
@@ -70,7 +71,7 @@ class StepModel:
         self.program, self.chip, self.kernel_s = program, chip, kernel_s
 
     def work(self) -> Iterator[Work]:
-        """Everything that a step runs, but for collectives."""
+        """Everything that a step runs, but for collectives and copies to the host and back."""
         for executed in self.program.executed():
             if (work := self._work(executed)) is not None:
                 yield work
@@ -80,6 +81,12 @@ class StepModel:
         for executed in self.program.executed():
             if (found := collectives.begins(self.program, executed)) is not None:
                 yield executed, found
+
+    def host_copies(self) -> tuple[int, int]:
+        """(copies between HBM and the host's memory a step, their bytes)."""
+        found = [(e.count, host_bytes(e.instruction)) for e in self.program.executed()]
+        copies = [(count, size) for count, size in found if size]
+        return sum(count for count, _ in copies), sum(count * size for count, size in copies)
 
     @property
     def exposed_s(self) -> float:
@@ -128,7 +135,7 @@ class StepModel:
         program, instruction = self.program, executed.instruction
         if not kinds.is_work(instruction) or collectives.ends(program, executed) is not None:
             return None
-        if collectives.begins(program, executed) is not None:
+        if collectives.begins(program, executed) is not None or host_bytes(instruction):
             return None
         carried = collectives.carried_bytes(program, instruction)
         num_bytes = max(0, hbm_bytes(program, executed) - carried)

@@ -54,6 +54,7 @@ def best_remedies(
         *_tokens(config, used_bytes),
         *_loss_tiles(config),
         *_recompute(config),
+        *_offload(config),
         *_attention(config),
         *_dtypes(config, used_bytes),
         *_more_chips(config, topology, larger),
@@ -114,23 +115,34 @@ def _loss_tiles(config: RunConfig) -> Iterator[Remedy]:
 
 
 def _recompute(config: RunConfig) -> Iterator[Remedy]:
-    if config.recompute == "full":
+    if config.recompute == "full" or config.offload_activations:
         return
-    now, full = (
-        recompute_cost(
-            config.model,
-            policy,
-            sequence_length=config.data.sequence_length,
-            sequences_per_chip=_sequences(config),
-            compute_bytes=_COMPUTE_BYTES[config.precision.compute],
-        )
-        for policy in (config.recompute, "full")
-    )
     yield Remedy(
         "--recompute full",
-        now.kept_bytes - full.kept_bytes,
+        _kept_bytes(config, config.recompute) - _kept_bytes(config, "full"),
         "what layers keep for the backward pass, besides their inputs and scores",
     )
+
+
+def _offload(config: RunConfig) -> Iterator[Remedy]:
+    if config.recompute == "none" or config.layers != "scan" or config.offload_activations:
+        return
+    periods = config.model.num_periods
+    yield Remedy(
+        "--offload_activations",
+        _kept_bytes(config, config.recompute) * (periods - 1) // periods,
+        "what layers keep for the backward pass, but for the period in hand, on the host instead",
+    )
+
+
+def _kept_bytes(config: RunConfig, policy: str) -> int:
+    return recompute_cost(
+        config.model,
+        policy,
+        sequence_length=config.data.sequence_length,
+        sequences_per_chip=_sequences(config),
+        compute_bytes=_COMPUTE_BYTES[config.precision.compute],
+    ).kept_bytes
 
 
 def _attention(config: RunConfig) -> Iterator[Remedy]:

@@ -178,6 +178,7 @@ def make_report(
                 for use in collectives
                 if use.link_s is None
             ),
+            *_host_copies(model),
             *_untrusted(work),
             *(
                 f"kernel {time.name}, {time.count} executed: {time.source}"
@@ -244,6 +245,16 @@ def _collectives(model: StepModel) -> tuple[CollectiveUse, ...]:
         else:
             row[3] += executed.count * collective.link_bytes / LINK_BYTES_PER_S
     return tuple(CollectiveUse(kind, *row) for kind, row in sorted(rows.items()))
+
+
+def _host_copies(model: StepModel) -> list[str]:
+    count, size = model.host_copies()
+    if not count:
+        return []
+    return [
+        f"copies between HBM and the host's memory: {count:,} executed, {format_bytes(size)}, no "
+        "time for it here"
+    ]
 
 
 def _untrusted(work: Sequence[Work]) -> list[str]:

@@ -7,10 +7,20 @@ would charge every turn with all layers.
 
 from __future__ import annotations
 
-from train.compile.hlo import Computation, Executed, Instruction, Program, shape_bytes
+from train.compile.hlo import ARRAY, Computation, Executed, Instruction, Program, shape_bytes
 
 _SLICING = ("dynamic-slice", "slice", "gather")
+_HOST = "S(5)"
 _VIEWS = ("bitcast", "reshape", "get-tuple-element")
+
+
+def host_bytes(instruction: Instruction) -> int:
+    """Bytes that an instruction begins to copy between HBM and the host's memory, 0 for others. A
+    slice of a stack on the host, or an update of it, moves the slice alone."""
+    if not instruction.opcode.endswith("-start") or _HOST not in instruction.shape:
+        return 0
+    arrays = [match[0] for match in ARRAY.finditer(instruction.shape)]
+    return max(shape_bytes(array) for array in arrays if _HOST not in array)
 
 
 def hbm_bytes(program: Program, executed: Executed) -> int:

@@ -167,9 +167,10 @@ def _recomputation(report: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
         return ()
     cost = report["recompute"]
     share = f"{cost['flops'] / cost['counted_flops']:.1%} of those counted"
+    kept = format_bytes(cost["kept_bytes"]) + " on the host" * cost.get("kept_on_host", False)
     rows = [
         ("policy", cost["policy"]),
-        ("kept by layers for the backward pass, by arithmetic", format_bytes(cost["kept_bytes"])),
+        ("kept by layers for the backward pass, by arithmetic", kept),
         ("FLOPs run again, by arithmetic", f"{format_flops(cost['flops'])}, {share}"),
     ]
     if report.get("rerun_s"):
