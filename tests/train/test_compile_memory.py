@@ -25,6 +25,8 @@ allocation 4: size 32, output shape is |(f32[], f32[])|, maybe-live-out:
 allocation 5: size 16, constant:
 allocation 6: size 9000, preallocated-temp:
 allocation 7: size 77777, color 1, preallocated-temp:
+allocation 8: size 8000, color 5, preallocated-temp:
+ value: <35 sent @5> (size=8000,offset=0): bf16[5,800]{1,0:T(8,128)(2,1)S(5)}
 
   Live ranges at 3 (peak):
     small{}: 10 bytes (cumulative: 10 bytes)
@@ -32,6 +34,7 @@ allocation 7: size 77777, color 1, preallocated-temp:
   Live ranges at 38 (peak):
     loop{1}: 5000 bytes (cumulative: 5000 bytes)
     call.1/y{}: 6000 bytes (cumulative: 11000 bytes)
+    sent{}: 8000 bytes (cumulative: 19000 bytes)
 """
 
 HLO = """HloModule step, is_scheduled=true

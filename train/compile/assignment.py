@@ -13,6 +13,7 @@ _ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (.*):$", re.MULTILINE)
 _PARAMETER = re.compile(r"\bparameter (\d+)\b")
 _PEAK = re.compile(r"^\s*Live ranges at \d+ \(peak\):\n((?:\s+\S+: \d+ bytes .*\n)*)", re.MULTILINE)
 _LIVE = re.compile(r"^\s+(\S+)\{([\d,]*)\}: (\d+) bytes", re.MULTILINE)
+_ELSEWHERE = re.compile(r"^ value: <\d+ (\S+?)(?:\{([\d,]*)\})? @\d+>.*S\([1-9]\d*\)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,12 @@ def parse_assignment(text: str) -> Assignment:
         if parameter:
             parameters[int(parameter[1])] = int(size)
         sizes[_kind(description, parameter is not None)] += int(size)
-    peaks = [_LIVE.findall(section) for section in _PEAK.findall(text)]
+    # The list of live buffers is of all memories.
+    elsewhere = set(_ELSEWHERE.findall(text))
+    peaks = [
+        [entry for entry in _LIVE.findall(section) if entry[:2] not in elsewhere]
+        for section in _PEAK.findall(text)
+    ]
     live = max(peaks, key=lambda peak: sum(int(size) for *_, size in peak), default=[])
     return Assignment(
         **{f"{kind}_bytes": size for kind, size in sizes.items()},
