@@ -2,9 +2,10 @@
 
     python -m benchmarks.expert_layouts      into benchmarks/results/expert_layouts_v6e-128.json
 
-Router and experts of one 26B layer, forward and backward, as the training step runs them. What
-differs is when the compiler gathers the weights: a gather that is not asynchronous is waited for
-where it stands. Rows tell each collective in the order of the schedule.
+Router and experts of one 26B layer, forward and backward, without what stands beside them in the
+step and without recomputation. What differs is when the compiler gathers the weights: a gather that
+is not asynchronous is waited for where it stands. Rows tell each collective in the order of the
+schedule.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Options:
 
     topology: str = "v6e-128"
     """Slice that the weights are split over."""
-    out: Path = Path(__file__).parent / "results" / "expert_layouts_v6e-128.json"
-    """File of the rows."""
+    out: Path | None = None
+    """File of the rows; benchmarks/results/expert_layouts_TOPOLOGY.json if left out."""
 
 
 def compile_layout(topology_name: str, *, split: bool = False, fence: bool = False) -> Any:
@@ -123,8 +124,10 @@ def main(options: Options) -> None:
         row |= {"waited_gather_bytes": waited, "peak_bytes": program.peak_bytes}
         rows.append(row | {"compile_s": round(program.compile_s, 1)})
     made = provenance("benchmarks.expert_layouts")
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps([row | made for row in rows], indent=1) + "\n")
+    results = Path(__file__).parent / "results"
+    out = options.out or results / f"expert_layouts_{options.topology}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps([row | made for row in rows], indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from train.compile.views import View, report_views
+from train.tables import format_bytes
 
 RESULTS = Path(__file__).parent / "results"
 _INTRO = """# Numbers
@@ -123,9 +124,35 @@ def _cpu(found: dict[str, Any], name: str) -> str:
     return _with_source(table, found, name, "python -m benchmarks.cpu_moe")
 
 
+def _layouts(rows: Sequence[dict[str, Any]], name: str) -> str:
+    table = _table(
+        "When expert weights are gathered",
+        ("weights", "gathers waited for", "HBM at the peak"),
+        (
+            (row["weights"], *(format_bytes(row[k]) for k in ("waited_gather_bytes", "peak_bytes")))
+            for row in rows
+        ),
+    )
+    return _with_source(table, rows[-1], name, "python -m benchmarks.expert_layouts")
+
+
+def _orientations(rows: Sequence[dict[str, Any]], name: str) -> str:
+    table = _table(
+        "Which way expert weights lie",
+        ("weights", "HBM of temporaries", "large relayouts"),
+        (
+            (row["weights"], format_bytes(row["temp_bytes"]), "; ".join(row["relayouts"]) or "none")
+            for row in rows
+        ),
+    )
+    return _with_source(table, rows[-1], name, "python -m benchmarks.orientation")
+
+
 _SECTIONS: dict[str, Callable[[Any, str], str]] = {
     "gemma4_26b_a4b_v6e-128.json": _step,
     "gmm_v6e.json": _products,
+    "expert_layouts_v6e-128.json": _layouts,
+    "orientation_v6e.json": _orientations,
     "combine_v6e.json": _rows,
     "attention_v6e.json": _attention,
     "kernel_profile_v6e.json": _calibration,

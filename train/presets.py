@@ -34,8 +34,8 @@ def cpu_tiny() -> RunConfig:
 def gemma4_26b_a4b() -> RunConfig:
     """Gemma 4 26B-A4B on one v6e-128 slice: every weight sharded over 128 chips, 2 sequences of
     16,384 tokens a chip, layers recomputed, the vocabulary loss in 8 tiles. Expert weights are
-    whole: compiled for v6e-128, a layer in two halves (model.split_expert_weights) waits for twice
-    the bytes of gathers (benchmarks/expert_layouts.py)."""
+    whole: compiled alone for v6e-128, router and experts in two halves (model.split_expert_weights)
+    wait for twice the bytes of gathers (benchmarks/expert_layouts.py)."""
     model = replace(models.gemma4_26b_a4b(), load_balance_loss_weight=0.001, num_loss_tiles=8)
     return RunConfig(
         name="gemma4_26b_a4b",

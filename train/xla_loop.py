@@ -19,8 +19,8 @@ torch_gemma4/execution.py, `recompute`). Invariants:
 - the forward body lives in one `while` and the recomputed body in another, so the compiler cannot
   merge them and undo the recomputation: no optimization barrier is needed;
 - with `offload`, saved values lie in the host's memory between the two loops. Of nested loops it is
-  the outermost that sends them, a turn's at once: XLA cannot update a stack on the host from within
-  a loop that another repeats.
+  the outermost that sends them, a turn's at once: to XLA a stack on the host cannot become a row of
+  another.
 
 The traced pair is cached by (body, shapes, dtypes, which inputs want gradients): equal bodies must
 be the same pure function of their arguments. Tensors they capture are read at trace time, stay

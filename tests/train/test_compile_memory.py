@@ -228,10 +228,9 @@ def test_what_is_done_already_is_no_remedy():
         attention="kernel",
         precision=replace(config.precision, compute="bfloat16"),
     )
-    others = {"--accumulate", "--model.num_loss_tiles", "--precision.reduce", "--topology"}
-    assert set(remedies_of(done)) == {*others, "--offload_activations"}
-    on_host = replace(done, mesh=replace(done.mesh, platform="tpu"), offload_activations=True)
-    assert set(remedies_of(on_host)) == others
+    assert set(remedies_of(done)) == {
+        *("--accumulate", "--model.num_loss_tiles", "--precision.reduce", "--topology")
+    }
 
 
 def test_the_arithmetic_of_savings():
@@ -274,8 +273,11 @@ def test_what_a_policy_keeps_can_be_run_again():
 
 
 def test_what_layers_keep_can_lie_on_the_host():
+    on_host = replace(gemma4_26b_a4b(), offload_activations=True)
+    assert "--offload_activations" not in remedies_of(on_host, "v6e-128")
     found = remedies_of(gemma4_26b_a4b(), "v6e-128")["--offload_activations"]
-    assert found.saved_bytes == 24 * 32_768 * 2816 * 2  # of 30 layers all but a period of 6
+    # Of 30 layers all but 3 periods of 6; the compiler saves 2.77 GB (docs/optimisation.md).
+    assert found.saved_bytes == 12 * 32_768 * 2816 * 2
 
 
 def test_an_odd_number_of_sequences_is_shortened():

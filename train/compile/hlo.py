@@ -28,7 +28,6 @@ _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _SOURCE_FILE = re.compile(r'source_file="([^"]*)"')
 _INDEX = re.compile(r"index=(\d+)")
-_OPERAND = re.compile(r"%([\w.\-]+)")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "iota", "after-all"}
@@ -111,11 +110,6 @@ def _literal(instruction: Instruction) -> int | None:
     return int(found[1]) if found and instruction.opcode == "constant" else None
 
 
-def _operands(instruction: Instruction) -> list[str]:
-    """Names of its operands."""
-    return _OPERAND.findall(instruction.rest.partition(")")[0])
-
-
 @dataclass
 class Computation:
     """A named list of instructions."""
@@ -159,7 +153,8 @@ class Program:
 
     def trip_count(self, loop: Instruction, holder: Computation) -> int | None:
         """Turns of a `while` of `holder`: as the compiler says, or from the literal that its
-        counter starts at (1 where a turn was peeled off) to the one its condition compares with."""
+        counter starts at (1 where a turn was peeled off) to the one its condition compares with, by
+        steps of one, as every loop here counts."""
         if found := _TRIP_COUNT.search(loop.rest):
             return int(found[1])
         condition = self.computations[re.search(r"condition=%([\w.\-]+)", loop.rest)[1]]
@@ -170,16 +165,21 @@ class Program:
             for each in condition.instructions.values()
             if each.opcode == "get-tuple-element" and (found := _INDEX.search(each.rest))
         ]
-        if len(bounds) != 1 or len(counters) != 1:
+        compares = [
+            each.opcode == "compare" and "direction=LT" in each.rest
+            for each in condition.instructions.values()
+            if each.is_root
+        ]
+        if len(bounds) != 1 or len(counters) != 1 or compares != [True]:
             return None
-        initial = holder.instructions.get(_operands(loop)[0])
+        initial = holder.instructions.get(loop.operands[0])
         if initial is None or initial.opcode != "tuple":
             return None
-        start = holder.instructions.get(_operands(initial)[counters[0]])
+        start = holder.instructions.get(initial.operands[counters[0]])
         while start is not None and start.opcode in ("copy", "bitcast"):
-            start = holder.instructions.get(_operands(start)[0])
+            start = holder.instructions.get(start.operands[0])
         first = None if start is None else _literal(start)
-        return None if first is None else bounds[0] - first
+        return None if first is None else max(0, bounds[0] - first)
 
     @cached_property
     def unknown_loops(self) -> list[str]:
@@ -200,7 +200,8 @@ class Program:
         for instruction in computation.instructions.values():
             yield Executed(instruction, computation, count)
             if instruction.opcode == "while":
-                turns = self.trip_count(instruction, computation) or 1
+                turns = self.trip_count(instruction, computation)
+                turns = 1 if turns is None else turns
                 yield from self._walk(body_of(instruction), count * turns)
             elif instruction.opcode in ("call", "conditional", "async-start"):
                 for called in instruction.called:

@@ -84,7 +84,11 @@ class StepModel:
 
     def host_copies(self) -> tuple[int, int]:
         """(copies between HBM and the host's memory a step, their bytes)."""
-        found = [(e.count, host_bytes(e.instruction)) for e in self.program.executed()]
+        found = [
+            (executed.count, host_bytes(executed.instruction))
+            for executed in self.program.executed()
+            if kinds.is_work(executed.instruction)
+        ]
         copies = [(count, size) for count, size in found if size]
         return sum(count for count, _ in copies), sum(count * size for count, size in copies)
 
@@ -118,7 +122,8 @@ class StepModel:
             elif (handle := collectives.ends(self.program, executed)) is not None:
                 awaited = pending.pop(handle, None)
             elif instruction.opcode == "while":
-                turns = self.program.trip_count(instruction, computation) or 1
+                turns = self.program.trip_count(instruction, computation)
+                turns = 1 if turns is None else turns
                 took, waited = self._elapsed(hlo.body_of(instruction))
                 now, waits = now + turns * took, waits + turns * waited
             elif instruction.opcode in ("call", "conditional", "async-start"):

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from train.config import RunConfig
 
 _FLOAT32 = 4
+_PERIODS_ON_THEIR_WAY = 3
+"""To the host, one, and back, two: HBM has them still."""
 _COMPUTE_BYTES = {"float32": _FLOAT32, "bfloat16": 2}
 
 
@@ -128,11 +130,12 @@ def _offload(config: RunConfig) -> Iterator[Remedy]:
     if config.recompute == "none" or config.layers != "scan" or config.offload_activations:
         return
     periods = config.model.num_periods
-    yield Remedy(
-        "--offload_activations",
-        _kept_bytes(config, config.recompute) * (periods - 1) // periods,
-        "what layers keep for the backward pass, but for the period in hand, on the host instead",
-    )
+    if periods > _PERIODS_ON_THEIR_WAY:
+        yield Remedy(
+            "--offload_activations",
+            _kept_bytes(config, config.recompute) * (periods - _PERIODS_ON_THEIR_WAY) // periods,
+            f"what all but {_PERIODS_ON_THEIR_WAY} periods of layers keep, on the host instead",
+        )
 
 
 def _kept_bytes(config: RunConfig, policy: str) -> int:

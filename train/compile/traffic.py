@@ -15,12 +15,14 @@ _VIEWS = ("bitcast", "reshape", "get-tuple-element")
 
 
 def host_bytes(instruction: Instruction) -> int:
-    """Bytes that an instruction begins to copy between HBM and the host's memory, 0 for others. A
-    slice of a stack on the host, or an update of it, moves the slice alone."""
-    if not instruction.opcode.endswith("-start") or _HOST not in instruction.shape:
+    """Bytes that work copies between HBM and the host's memory, 0 if that is not what it does. A
+    slice of a stack on the host, or an update of it, moves the slice alone where it is
+    asynchronous, which names both."""
+    if _HOST not in instruction.shape:
         return 0
     arrays = [match[0] for match in ARRAY.finditer(instruction.shape)]
-    return max(shape_bytes(array) for array in arrays if _HOST not in array)
+    in_hbm = [array for array in arrays if _HOST not in array]
+    return max(shape_bytes(array) for array in in_hbm or arrays)
 
 
 def hbm_bytes(program: Program, executed: Executed) -> int:

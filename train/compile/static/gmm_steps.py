@@ -156,6 +156,6 @@ def find_steps(call: PallasCall) -> GmmSteps:
         branch=np.where(is_group, 1 + size, 0),
         opens=is_group
         & np.append(True, (rank[1:] != rank[:-1]) | (grid.ids[0][1:] != grid.ids[0][:-1])),
-        matrix_bytes=matrix[0] * -(-matrix[1] // V6E.num_lanes) * V6E.num_lanes * itemsize,
+        matrix_bytes=matrix[0] * matrix[1] * itemsize,
         num_own_rows=int((end - first)[is_group].sum()),
     )
