@@ -1,7 +1,9 @@
-"""Compiles loops within a loop, and their backward pass, for one v6e chip, with what they keep in
-HBM and on the host: one JSON object {"hbm", "host"} of bytes of temporaries each."""
+"""Compiles loops within a loop and their backward pass for one v6e chip, without and with what they
+keep on the host, then a training step of two micro-batches for eight with it: one JSON list of
+{"hbm", "host"}, bytes of temporaries."""
 
 import json
+from dataclasses import replace
 
 import torch
 
@@ -44,25 +46,54 @@ def step(offload):
     return [param.grad for param in params.values()]
 
 
-def compile_step(gradients):
+def module_of(gradients):
     import torch_xla
     from jax._src.interpreters import mlir
     from jax._src.lib import _jax
     from jax._src.lib.mlir import ir
 
-    from pallas_ops.compile_only import compile_module, topology_devices
-
     context = torch_xla._XLAC.lowering.LoweringContext("step")
     context.build(gradients)
     with mlir.make_ir_context():
         module = ir.Module.parse(_jax.mlir.hlo_to_stablehlo(context.hlo()))
-        bytecode = mlir.module_to_bytecode(module)
-    stats = compile_module(bytecode, topology_devices("v6e:1x1", (1, 1, 1)))
-    stats = stats.get_compiled_memory_stats()
+        return mlir.module_to_bytecode(module)
+
+
+def two_periods(topology):
+    """A run of two periods of layers, two micro-batches of 256 tokens a chip."""
+    from train import presets
+    from train.compile.command import on_topology
+
+    config = presets.cpu_tiny()
+    types = config.model.layer_types * 2
+    return on_topology(
+        replace(
+            config,
+            model=replace(config.model, num_hidden_layers=len(types), layer_types=types),
+            mesh=replace(config.mesh, platform="tpu"),
+            data=replace(config.data, batch_size=32),
+            recompute="full",
+            offload_activations=True,
+            accumulate=2,
+        ),
+        topology,
+    )
+
+
+def sizes(module, topology):
+    from pallas_ops.compile_only import compile_module, topology_devices
+
+    devices = topology_devices(topology.libtpu_name, topology.host_grid)
+    stats = compile_module(module, devices).get_compiled_memory_stats()
     return {"hbm": stats.temp_size_in_bytes, "host": stats.host_temp_size_in_bytes}
 
 
 if __name__ == "__main__":
     prepare_compiler("v6e")
     prepare_tracing()
-    print(json.dumps([compile_step(step(offload)) for offload in (False, True)]))
+    from train.compile.topology import find_topology
+    from train.compile.trace import trace_step
+
+    chip, slice_ = find_topology("v6e-1"), find_topology("v6e-8")
+    found = [sizes(module_of(step(offload)), chip) for offload in (False, True)]
+    print(json.dumps([*found, sizes(trace_step(two_periods(slice_)).module, slice_)]))

@@ -37,11 +37,13 @@ def test_v6e_keeps_every_layers_input_on_the_host():
         cwd=Path(__file__).parents[2],
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    in_hbm, on_host = json.loads(done.stdout.splitlines()[-1])
+    in_hbm, on_host, micro_batches = json.loads(done.stdout.splitlines()[-1])
     inputs = PERIODS * (LAYERS + 1) * ROWS * WIDTH * 2
     assert in_hbm["host"] == 0 and on_host["host"] == inputs
     # Of them HBM has at most one period's on its way out and two on their way back.
     assert in_hbm["hbm"] - on_host["hbm"] >= inputs // PERIODS
+    # A loop of micro-batches around it keeps one micro-batch's: 12 layers' fp32 inputs.
+    assert micro_batches["host"] == 12 * 256 * 128 * 4
 
 
 def program(offload, policy):
