@@ -13,6 +13,7 @@ from pallas_ops.attention.op import attention
 from pallas_ops.combine.op import combine
 from pallas_ops.gather_fence.op import gather_fence
 from pallas_ops.gmm.op import gmm
+from pallas_ops.gmm_gelu_gate.op import gmm_gelu_gate
 from pallas_ops.norm_rope.op import norm_rope
 from pallas_ops.permute.op import permute
 from pallas_ops.routing.op import RoutingPlan, routing_plan
@@ -29,6 +30,7 @@ __all__ = [
     "gather_fence",
     "gelu_gate",
     "gmm",
+    "gmm_gelu_gate",
     "join_experts",
     "norm_rope",
     "permute",

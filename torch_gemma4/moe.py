@@ -11,6 +11,7 @@ from pallas_ops import (
     gather_fence,
     gelu_gate,
     gmm,
+    gmm_gelu_gate,
     permute,
     routing_plan,
     split_gmm,
@@ -62,10 +63,13 @@ class Experts(nn.Module):
         )
         placed = {"reduce_dtype": self.reduce_dtype, "sharding": self.sharding}
         rows = permute(x, plan, sharding=self.sharding)  # [R, D]
-        product = split_gmm if self.is_split else gmm
         gate_up, down = self._weights()
-        hidden = product(rows, gate_up, plan.group_sizes, transpose_rhs=True, **placed)
-        rows = product(gelu_gate(hidden), down, plan.group_sizes, **placed)
+        if self.is_split:
+            h = split_gmm(rows, gate_up, plan.group_sizes, transpose_rhs=True, **placed)
+            rows = split_gmm(gelu_gate(h), down, plan.group_sizes, **placed)
+        else:
+            hidden = gmm_gelu_gate(rows, gate_up, plan.group_sizes, **placed)
+            rows = gmm(hidden, down, plan.group_sizes, **placed)
         return combine(rows, weights, plan, sharding=self.sharding)
 
     def _weights(self) -> tuple[Tensor, Tensor]:

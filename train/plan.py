@@ -30,13 +30,12 @@ def implementations(
         "norm_rope, attention": pallas if attention == "kernel" else "torch, fp32 softmax",
         "routing_plan": "JAX, counting",
         "permute, combine": pallas if dispatch == "kernel" else gathers,
-        "gmm, tgmm": pallas,
-        "gelu_gate": "torch, fused by XLA",
+        "gmm_gelu_gate, gmm, tgmm": pallas,
     }
 
 
 def _expert_weights(config: RunConfig) -> str:
-    halves = "in two halves, each gathered on its own, for split_gmm"
+    halves = "in two halves, each gathered on its own, for split_gmm and gelu_gate"
     fence = "; gather_fence keeps the router behind their gathers"
     lie = halves if config.model.split_expert_weights else "whole"
     return lie + (fence if config.fence_expert_gathers else "")

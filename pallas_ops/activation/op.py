@@ -46,11 +46,25 @@ def _wide(*tensors: Tensor) -> list[Tensor]:
     return [t.to(torch.promote_types(t.dtype, torch.float32)) for t in tensors]
 
 
+def gelu_gate_value(h: Tensor) -> Tensor:
+    """`gelu_gate` without what it checks and keeps."""
+    gate, up = _wide(*split_gate_up(h))
+    return (F.gelu(gate, approximate="tanh") * up).to(h.dtype)
+
+
+def gelu_gate_gradient(h: Tensor, dout: Tensor) -> Tensor:
+    """Gradient of h [..., 2F] for dout [..., F], of h.dtype; differentiable."""
+    # All wide before they meet: mixed operands cost eager PyTorch a copy each time.
+    gate, up, dout = _wide(*split_gate_up(h), dout)
+    dgate = torch.ops.aten.gelu_backward(dout * up, gate, approximate="tanh")
+    dup = dout * F.gelu(gate, approximate="tanh")
+    return torch.cat([dgate.to(h.dtype), dup.to(h.dtype)], dim=-1)
+
+
 class _GeluGate(torch.autograd.Function):
     @staticmethod
     def forward(h):
-        gate, up = _wide(*split_gate_up(h))
-        return (F.gelu(gate, approximate="tanh") * up).to(h.dtype)
+        return gelu_gate_value(h)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -59,8 +73,4 @@ class _GeluGate(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout):
         (h,) = ctx.saved_tensors
-        # All wide before they meet: mixed operands cost eager PyTorch a copy each time.
-        gate, up, dout = _wide(*split_gate_up(h), dout)
-        dgate = torch.ops.aten.gelu_backward(dout * up, gate, approximate="tanh")
-        dup = dout * F.gelu(gate, approximate="tanh")
-        return torch.cat([dgate.to(h.dtype), dup.to(h.dtype)], dim=-1)
+        return gelu_gate_gradient(h, dout)

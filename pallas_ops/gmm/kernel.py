@@ -28,6 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_ops.chips import V6E
+from pallas_ops.gmm.products import gated_products, products
 from pallas_ops.gmm.visits import KEEP, Rest, Visits, make_visits
 from pallas_ops.tiling import Tiles, choose_gmm_tiles, gmm_vmem_bytes, row_buckets
 
@@ -46,7 +47,9 @@ def gmm(
     rest: tuple[Rest, Rest] | None = None,
     interpret: bool | pltpu.InterpretParams,
     tiles: Tiles | None = None,
-) -> tuple[jax.Array]:
+    gated: bool = False,
+    keeps_product: bool = True,
+) -> tuple[jax.Array, ...]:
     """One device. lhs [R, K]; rhs [G, K, N], or [G, N, K] transposed, the matrices of groups
     [group_offset, group_offset + G) of group_sizes int32 [G_all]; partial_sum [R, N] or None.
     Returns ([R, N],), in the memory of partial_sum where XLA can spare it.
@@ -54,7 +57,11 @@ def gmm(
     `rest` is for the rows before the groups and after them; None is "keep" with a partial_sum, else
     "zero".
 
-    Raises ValueError for tiles that cut K, or N elsewhere than between lanes.
+    With `gated` the columns are a gate's and as many of what it gates, and the result is (their
+    gated product [R, N/2], the product [R, N] if `keeps_product`), see products.py.
+
+    Raises ValueError for tiles that cut K, or N elsewhere than between lanes, or at all if `gated`,
+    which takes transpose_rhs, no partial_sum, and an N/2 of whole groups of rows.
     """
     num_rows, size_k = lhs.shape
     num_groups = rhs.shape[0]
@@ -65,7 +72,8 @@ def gmm(
     itemsize = lhs.dtype.itemsize
     if tiles is None:
         tiles = choose_gmm_tiles(
-            num_rows, size_k, size_n, num_groups, itemsize, keeps=partial_sum is not None
+            *(num_rows, size_k, size_n, num_groups, itemsize),
+            keeps=partial_sum is not None or gated,
         )
     if tiles.tile_k < size_k:
         raise ValueError(f"gmm: tile_k={tiles.tile_k} cuts K={size_k}; give tile_k={size_k}")
@@ -76,6 +84,14 @@ def gmm(
         raise ValueError(
             f"gmm: tile_n={tile_n} cuts N={size_n} inside {V6E.num_lanes} lanes; give a multiple "
             f"of them, or tile_n={size_n}"
+        )
+    if gated and not (
+        transpose_rhs and partial_sum is None and num_n == 1 and size_n % (2 * V6E.row_group) == 0
+    ):
+        raise ValueError(
+            f"gmm: a gate of N={size_n} with transpose_rhs={transpose_rhs}, tile_n={tile_n} and "
+            f"{'no ' if partial_sum is None else ''}partial_sum; give transpose_rhs, whole "
+            f"columns, no partial_sum and an N of whole {2 * V6E.row_group}, or gate afterwards"
         )
     # Copies by hand stop at no edge and take whole tiles of memory: give them those to read.
     rhs_block = [tile_n, size_k] if transpose_rhs else [size_k, tile_n]
@@ -102,12 +118,14 @@ def gmm(
         rest=rest,
     )
     kept = () if partial_sum is None else (partial_sum.astype(lhs.dtype),)
-    out_shape = jax.ShapeDtypeStruct((num_rows, size_n), lhs.dtype)
-    out = pl.pallas_call(
+    widths = [size_n // 2, *([size_n] if keeps_product else [])] if gated else [size_n]
+    return pl.pallas_call(
         functools.partial(
             _kernel,
             transpose_rhs=transpose_rhs,
             precision=jax.lax.Precision.HIGHEST if itemsize == 4 else None,
+            num_kept=len(kept),
+            gated=gated,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(visits),
@@ -120,13 +138,16 @@ def gmm(
                     for _ in kept
                 ),
             ],
-            out_specs=pl.BlockSpec((tile_m, tile_n), lambda n, v, *s: (Visits(*s).tile[v], n)),
+            out_specs=tuple(
+                pl.BlockSpec((tile_m, min(width, tile_n)), lambda n, v, *s: (Visits(*s).tile[v], n))
+                for width in widths
+            ),
             scratch_shapes=[
                 pltpu.VMEM((_NUM_SLOTS, *rhs_block), lhs.dtype),
                 pltpu.SemaphoreType.DMA((_NUM_SLOTS,)),
             ],
         ),
-        out_shape=out_shape,
+        out_shape=tuple(jax.ShapeDtypeStruct((num_rows, w), lhs.dtype) for w in widths),
         input_output_aliases={len(visits) + 2: 0} if kept else {},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"),
@@ -135,34 +156,35 @@ def gmm(
             disable_bounds_checks=True,
             vmem_limit_bytes=min(
                 V6E.vmem_bytes,
-                gmm_vmem_bytes(tiles, itemsize, keeps=bool(kept)) + V6E.vmem_bytes // 4,
+                gmm_vmem_bytes(tiles, itemsize, keeps=bool(kept) or gated) + V6E.vmem_bytes // 4,
             ),
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * num_rows * size_k * size_n * num_groups // group_sizes.shape[0],
-            transcendentals=0,
+            transcendentals=num_rows * size_n // 2 if gated else 0,
             bytes_accessed=itemsize * (num_rows * (size_k + size_n) + rhs.size),
         ),
         interpret=interpret,
-        name="gmm",
+        name="gmm_gelu_gate" if gated else "gmm",
     )(*visits, lhs, rhs, *kept)
-    return (out,)
 
 
-def _kernel(*refs, transpose_rhs, precision):
+def _kernel(*refs, transpose_rhs, precision, num_kept, gated):
     num_scalars = len(Visits._fields)
     visits = Visits(*refs[:num_scalars])
-    lhs, rhs, *kept, out, matrices, arrivals = refs[num_scalars:]
+    lhs, rhs, *kept_and_outs, matrices, arrivals = refs[num_scalars:]
+    kept, outs = kept_and_outs[:num_kept], kept_and_outs[num_kept:]
     visit = pl.program_id(1)
     first, end, rank = visits.first[visit], visits.end[visit], visits.rank[visit]
-    tile_m = out.shape[0]
+    tile_m, dtype = outs[0].shape[0], outs[0].dtype
 
     @pl.when(rank < 0)
     def _rest():
-        values = jnp.zeros_like(out)
-        if kept:
-            values = jnp.where(rank == KEEP, kept[0][...], values)
-        _store(out, slice(None), slice(None), first, end, values)
+        for out in outs:
+            values = jnp.zeros_like(out)
+            if kept:
+                values = jnp.where(rank == KEEP, kept[0][...], values)
+            _store(out, slice(None), slice(None), first, end, values)
 
     matrix = _arrived(visits, rhs, matrices, arrivals, transpose_rhs)
     # Own rows begin anywhere; memory is addressed by groups of rows.
@@ -172,9 +194,13 @@ def _kernel(*refs, transpose_rhs, precision):
     def multiply(num_rows):
         begin = pl.multiple_of(jnp.minimum(start, tile_m - num_rows), V6E.row_group)
         rows = pl.ds(begin, num_rows)
-        parts = _products(lhs[rows, :], matrix, out.shape[1], transpose_rhs, precision, out.dtype)
-        for columns, product in parts:
-            _store(out, rows, columns, first - begin, end - begin, product)
+        size = outs[0].shape[1]
+        if gated:
+            parts = gated_products(lhs[rows, :], matrix, size, len(outs) > 1, precision, dtype)
+        else:
+            parts = products(lhs[rows, :], matrix, size, transpose_rhs, precision, dtype)
+        for result, columns, values in parts:
+            _store(outs[result], rows, columns, first - begin, end - begin, values)
 
     # Most visits are of whole tiles: they come first.
     *parts, whole = row_buckets(tile_m)
@@ -243,30 +269,6 @@ def _arrived(visits, rhs, matrices, arrivals, transpose_rhs):
         pltpu.make_async_copy(columns_of(0, 0), matrices.at[slot], arrivals.at[slot]).wait()
 
     return matrices.at[slot_of(jnp.maximum(use, 0))]
-
-
-def _products(x, matrix, num_columns, transpose_rhs, precision, dtype):
-    """(columns, x [rows, K] times those of the matrix's num_columns, rounded to dtype), part by
-    part. The matrix may be padded.
-
-    A matrix unit holds a square of one operand and streams rows of the other. Held squares that are
-    partly empty waste it: 1408 columns are 5.5 squares. With `transpose_rhs` the other way round is
-    possible when x fills squares: the matrix's own rows stream, and the result comes transposed.
-    """
-    width = V6E.mxu_width
-    num_rows, size_k = x.shape
-    dot = functools.partial(
-        jax.lax.dot_general, precision=precision, preferred_element_type=jnp.float32
-    )
-    if transpose_rhs and num_rows % width == 0 and num_columns % width:
-        w = matrix[:num_columns, :size_k]
-        yield slice(None), dot(w, x, (((1,), (1,)), ((), ()))).astype(dtype).T
-        return
-    for column in range(0, num_columns, width):
-        columns = slice(column, min(column + width, num_columns))
-        w = matrix[columns, :size_k] if transpose_rhs else matrix[:size_k, columns]
-        contract = (((1,), (1 if transpose_rhs else 0,)), ((), ()))
-        yield columns, dot(x, w, contract).astype(dtype)
 
 
 def _store(out, rows, columns, first, end, values):

@@ -29,6 +29,7 @@ LARGE = 1 << 20
 TOO_LARGE = "tiles beyond VMEM"
 CHAIN = "wi forward, two halves"
 BRANCH = "branch, forward and backward"
+GATED = {"wi forward, gated": False, "wi forward, gated, product kept": True}
 
 
 class Program(NamedTuple):
@@ -45,6 +46,7 @@ def programs() -> dict[str, Program]:
     holds."""
     from pallas_ops.gmm import kernel as gmm
     from pallas_ops.gmm.shapes import GEMMA4_26B as GMM_SHAPES
+    from pallas_ops.gmm_gelu_gate import kernel as gated
     from pallas_ops.tgmm import kernel as tgmm
     from pallas_ops.tgmm.shapes import GEMMA4_26B as TGMM_SHAPES
     from pallas_ops.tiling import Tiles
@@ -68,6 +70,9 @@ def programs() -> dict[str, Program]:
         for dtype in ("float32", "bfloat16"):
             found[f"{shape.name}, {dtype}"] = Program(tgmm.tgmm, signature, {"out_dtype": dtype})
     x, gate_up, sizes = found["wi forward"].signature
+    for name, keeps_product in GATED.items():
+        static = {"keeps_product": keeps_product}
+        found[name] = Program(gated.gmm_gelu_gate, (x, gate_up, sizes), static)
     down = found["wo forward"].signature[1]
     halves = (((64, 1408, 2816), "bfloat16"),) * 2
     found[CHAIN] = Program(two_halves, (x, *halves, sizes), {})

@@ -36,6 +36,8 @@ def sample(dtype, sharding, requires_grad=True):
             *(floats(8, 5), floats(2, 5, 4), sizes, False, reduce, text),
             *(1, floats(8, 4)),
         ),
+        "gmm_gelu_gate": (floats(8, 5), floats(3, 4, 5), sizes, True, reduce, text),
+        "gmm_gelu_gate alone": (floats(8, 5), floats(3, 4, 5), sizes, False, reduce, text),
         "split_gmm": (floats(8, 6), floats(2, 4, 3, 5), four, False, reduce, text),
         "split_gmm transposed": (
             *(floats(8, 5), floats(2, 4, 3, 5, dtype=wide), four, True, reduce, text),

@@ -39,6 +39,7 @@ def test_every_op_of_the_moe_has_an_implementation_named(target):
     functions = {name for name in pallas_ops.__all__ if name.islower()}
     # Layouts are no ops of their own; by default weights are whole and gathers not fenced.
     others = {"split_gate_up", "split_experts", "join_experts", "split_gmm", "gather_fence"}
+    others.add("gelu_gate")  # its own with split_gmm alone
     assert named == functions - others
 
 
@@ -49,12 +50,12 @@ def test_what_is_in_force():
     assert row_of(text, "parameters").startswith(f"{total:,} in all, ")
     assert row_of(text, "dtypes") == "parameters float32, compute float32, reduce float32"
     assert row_of(text, "layers") == "scan, recompute none"
-    assert row_of(text, "gmm, tgmm") == "Pallas, interpreted as HLO"
+    assert row_of(text, "gmm_gelu_gate, gmm, tgmm") == "Pallas, interpreted as HLO"
     in_force = implementations("cpu", cpu_tiny().attention, *cpu_tiny().dispatch_in_force)
     for op, implementation in in_force.items():
         assert row_of(text, op) == implementation
     assert (
-        implementations("tpu", "kernel", "kernel", None)["gmm, tgmm"]
+        implementations("tpu", "kernel", "kernel", None)["gmm_gelu_gate, gmm, tgmm"]
         == "Pallas, compiled by Mosaic"
     )
     assert row_of(text, "permute, combine") == "JAX, XLA gathers (rows are torch.float32)"
@@ -64,7 +65,7 @@ def test_what_is_in_force():
     split = replace(cpu_tiny().model, split_expert_weights=True)
     text = printed(replace(cpu_tiny(), model=split, fence_expert_gathers=True), width=200)
     assert row_of(text, "expert weights") == (
-        "in two halves, each gathered on its own, for split_gmm; "
+        "in two halves, each gathered on its own, for split_gmm and gelu_gate; "
         "gather_fence keeps the router behind their gathers"
     )
     recomputed = printed(replace(cpu_tiny(), layers="loop", recompute="full"))

@@ -1,0 +1,1 @@
+"""The experts' first product and its gate in one pass."""
