@@ -13,6 +13,7 @@ from benchmarks.kernel_entry import Kernel
 from benchmarks.megablox import megablox_gmm, megablox_products
 from pallas_ops.gmm import kernel as gmm_kernel
 from pallas_ops.gmm import shapes as gmm_shapes
+from pallas_ops.gmm_gelu_gate import kernel as gated_kernel
 from pallas_ops.tgmm import kernel as tgmm_kernel
 from pallas_ops.tgmm import shapes as tgmm_shapes
 from pallas_ops.tiling import Tiles
@@ -53,6 +54,31 @@ def _gmm(tiles: Tiles | None) -> list[Kernel]:
             is_tiny=shape in gmm_shapes.TINY,
         )
         for shape in (*gmm_shapes.GEMMA4_26B, *gmm_shapes.TINY[1:2])
+    ]
+
+
+def _gmm_gelu_gate(tiles: Tiles | None) -> list[Kernel]:
+    if tiles is not None:
+        raise ValueError(
+            "op='gmm_gelu_gate' is profiled with the tiles it chooses; leave tiles out"
+        )
+    wi = gmm_shapes.GEMMA4_26B[0]
+    return [
+        Kernel(
+            op="gmm_gelu_gate",
+            shape=f"{wi.name}, gated{', product kept' * keeps_product}",
+            fn=gated_kernel.gmm_gelu_gate,
+            signature=(
+                ((wi.num_rows, wi.size_k), "bfloat16"),
+                (wi.rhs_shape, "bfloat16"),
+                ((wi.num_groups,), "int32"),
+            ),
+            static={"keeps_product": keeps_product},
+            flops=wi.flops,
+            compiled_name="gmm_gelu_gate",
+            routed={2: (wi.num_rows, wi.num_groups)},
+        )
+        for keeps_product in (False, True)
     ]
 
 
@@ -140,6 +166,7 @@ def _xla_matmul(tiles: Tiles | None) -> list[Kernel]:
 
 OPS: dict[str, Callable[[Tiles | None], list[Kernel]]] = {
     "gmm": _gmm,
+    "gmm_gelu_gate": _gmm_gelu_gate,
     "tgmm": _tgmm,
     "megablox": _megablox,
     "megablox_26b": megablox_products,

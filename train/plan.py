@@ -31,11 +31,12 @@ def implementations(
         "routing_plan": "JAX, counting",
         "permute, combine": pallas if dispatch == "kernel" else gathers,
         "gmm_gelu_gate, gmm, tgmm": pallas,
+        "gelu_gate": "torch, fused by XLA",
     }
 
 
 def _expert_weights(config: RunConfig) -> str:
-    halves = "in two halves, each gathered on its own, for split_gmm and gelu_gate"
+    halves = "in two halves, each gathered on its own, for split_gmm"
     fence = "; gather_fence keeps the router behind their gathers"
     lie = halves if config.model.split_expert_weights else "whole"
     return lie + (fence if config.fence_expert_gathers else "")

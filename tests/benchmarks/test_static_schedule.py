@@ -271,7 +271,7 @@ def test_selection_leaves_out_tiny_shapes_and_public_kernels():
         found = kernel_profile.selected(kernel_profile.Options(**options))
         return [(kernel.op, kernel.shape) for kernel in found]
 
-    assert len(names()) == 8 and {op for op, _ in names()} == {"gmm", "tgmm"}
+    assert len(names()) == 10 and {op for op, _ in names()} == {"gmm", "gmm_gelu_gate", "tgmm"}
     assert {op for op, _ in names(calibrate=True)} == {"megablox", "xla_matmul"}
     assert names(op="all", calibrate=True) == names() + names(calibrate=True)
     assert names(op="gmm", shape="whole tiles") == [("gmm", "whole tiles")]
@@ -344,4 +344,4 @@ def test_a_small_kernel_end_to_end(monkeypatch, tmp_path):
     # With 128 columns to contract, one product takes two groups of 16 rows: 4 for 128 rows.
     assert row["mxu_floor_bundles"] == 4 * 8 // 2 <= row["bundles"]
     assert row["vmem_bytes"] >= 4 * 128 * 128
-    assert list(row["bundles_by_region"]) == ["rest", "64 rows", "128 rows"]
+    assert list(row["bundles_by_region"]) == ["rest", "64 rows", "128 rows", "a matrix sent for"]

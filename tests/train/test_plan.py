@@ -39,7 +39,6 @@ def test_every_op_of_the_moe_has_an_implementation_named(target):
     functions = {name for name in pallas_ops.__all__ if name.islower()}
     # Layouts are no ops of their own; by default weights are whole and gathers not fenced.
     others = {"split_gate_up", "split_experts", "join_experts", "split_gmm", "gather_fence"}
-    others.add("gelu_gate")  # its own with split_gmm alone
     assert named == functions - others
 
 
@@ -65,7 +64,7 @@ def test_what_is_in_force():
     split = replace(cpu_tiny().model, split_expert_weights=True)
     text = printed(replace(cpu_tiny(), model=split, fence_expert_gathers=True), width=200)
     assert row_of(text, "expert weights") == (
-        "in two halves, each gathered on its own, for split_gmm and gelu_gate; "
+        "in two halves, each gathered on its own, for split_gmm; "
         "gather_fence keeps the router behind their gathers"
     )
     recomputed = printed(replace(cpu_tiny(), layers="loop", recompute="full"))
