@@ -49,7 +49,7 @@ def row_buckets(tile_m: int) -> tuple[int, ...]:
 def gmm_vmem_bytes(tiles: Tiles, itemsize: int, *, keeps: bool = False) -> int:
     """VMEM of one gmm call: blocks and matrices twice, and one fp32 product before it is rounded.
 
-    `keeps` says that a partial_sum has its blocks too.
+    `keeps` says that a partial_sum, or a gated result, has its blocks too.
     """
     m, k, n = tiles.tile_m, tiles.tile_k, tiles.tile_n
     return 2 * itemsize * (m * k + k * n + m * n * (2 if keeps else 1)) + 4 * m * n

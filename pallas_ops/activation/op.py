@@ -1,8 +1,8 @@
 """gelu_gate: tanh-GELU of the gate half times the up half. Plain torch on every device.
 
-Elementwise work needs no kernel: XLA fuses it. What must be chosen by hand is what is kept for
-backward (`h` alone) and that the two halves' gradients meet in one concatenation rather than in
-two paddings and a sum.
+Elementwise work needs no kernel of its own: XLA fuses it, and where it follows the experts' product
+`gmm_gelu_gate` does. What must be chosen by hand is what is kept for backward (`h` alone) and that
+the two halves' gradients meet in one concatenation rather than in two paddings and a sum.
 """
 
 import torch

@@ -66,8 +66,9 @@ def gmm(
     num_rows, size_k = lhs.shape
     num_groups = rhs.shape[0]
     size_n = rhs.shape[1] if transpose_rhs else rhs.shape[2]
+    widths = [size_n // 2, *([size_n] if keeps_product else [])] if gated else [size_n]
     if not num_rows:  # no grid step, no block
-        return (jnp.zeros((0, size_n), lhs.dtype),)
+        return tuple(jnp.zeros((0, width), lhs.dtype) for width in widths)
     rhs = rhs.astype(lhs.dtype)
     itemsize = lhs.dtype.itemsize
     if tiles is None:
@@ -118,7 +119,6 @@ def gmm(
         rest=rest,
     )
     kept = () if partial_sum is None else (partial_sum.astype(lhs.dtype),)
-    widths = [size_n // 2, *([size_n] if keeps_product else [])] if gated else [size_n]
     return pl.pallas_call(
         functools.partial(
             _kernel,

@@ -1,8 +1,8 @@
 """gmm_gelu_gate: `gelu_gate(gmm(lhs, rhs, group_sizes, transpose_rhs=True))` in one pass.
 
 Apart, the gate reads [R, 2F] and writes [R, F] again: as long as a third of the product, on a v6e.
-Where no gradient will be asked for, as in the first run of a recomputed layer, [R, 2F] is never
-written.
+Run without gradients, as a recomputed layer is at first (torch_gemma4/recompute.py), [R, 2F] is
+never written. kernel.py says which shapes are not gated inside the product.
 """
 
 import torch
@@ -115,10 +115,13 @@ def _(lhs, rhs, group_sizes, keeps_product, reduce_dtype, sharding):
 def _setup_context(ctx, inputs, output):
     lhs, rhs, group_sizes, ctx.keeps_product, *ctx.config = inputs
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # else a zero [R, 2F] for it
     ctx.save_for_backward(lhs, rhs, group_sizes, output[1])
 
 
 def _backward(ctx, dgated, _):
+    if dgated is None:
+        return (None,) * 6
     lhs, rhs, group_sizes, product = ctx.saved_tensors
     reduce_dtype, sharding = ctx.config
     gmm = torch.ops.pallas_ops.gmm

@@ -13,7 +13,7 @@ from hypothesis import example, given
 from jax._src.pallas.mosaic import interpret as interpreter
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_ops import gelu_gate, gmm, gmm_gelu_gate
+from pallas_ops import OpSharding, gelu_gate, gmm, gmm_gelu_gate
 from pallas_ops.gmm_gelu_gate import kernel
 
 NAN = float("nan")
@@ -23,8 +23,8 @@ def int32(values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-def apart(lhs, rhs, group_sizes):
-    return gelu_gate(gmm(lhs, rhs, group_sizes, transpose_rhs=True))
+def apart(lhs, rhs, group_sizes, **options):
+    return gelu_gate(gmm(lhs, rhs, group_sizes, transpose_rhs=True, **options))
 
 
 def operands(sizes, num_rows, size_f, size_k, dtype, seed=0):
@@ -58,6 +58,34 @@ def test_is_the_two_ops_bit_for_bit(sizes, dtype):
         results(gmm_gelu_gate, *arguments), results(apart, *arguments), strict=True
     ):
         assert torch.equal(ours, theirs)
+
+
+def test_two_shards_of_rows_are_the_two_ops_bit_for_bit():
+    shards = OpSharding(mesh=(("fsdp", 2),), row_axes=("fsdp",), weight_dim=None)
+    lhs, rhs, _ = operands((5, 0, 4), 12, 3, 5, torch.float32)
+    lhs[4:6] = NAN  # of no group in the first shard
+    sizes = int32([[1, 3, 0], [0, 2, 1]])
+    ours = results(functools.partial(gmm_gelu_gate, sharding=shards), lhs, rhs, sizes)
+    for mine, other in zip(
+        ours, results(functools.partial(apart, sharding=shards), lhs, rhs, sizes), strict=True
+    ):
+        assert torch.equal(mine, other)
+
+
+def test_a_gradient_of_one_operand_and_of_a_product_that_was_not_kept():
+    lhs, rhs, sizes = operands((3, 0, 5), 10, 3, 5, torch.float32)
+    wanted = results(apart, lhs, rhs, sizes)
+    for index, operand in enumerate((lhs, rhs)):
+        operand.requires_grad_()
+        out = gmm_gelu_gate(lhs, rhs, sizes)
+        weight = torch.linspace(-1, 1, out.numel()).reshape(out.shape)
+        weight[8:] = NAN
+        (grad,) = torch.autograd.grad(out, operand, weight)
+        assert torch.equal(grad, wanted[2 + index])
+        out, nothing = torch.ops.pallas_ops.gmm_gelu_gate(lhs, rhs, sizes, False, torch.float32, "")
+        assert nothing.shape == (0, 6)
+        assert torch.equal(torch.autograd.grad(out, operand, weight)[0], wanted[2 + index])
+        operand.requires_grad_(False)
 
 
 def test_gradients_of_any_order():
