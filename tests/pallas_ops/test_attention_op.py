@@ -10,8 +10,6 @@ import pytest
 import torch
 import torch_xla
 from hypothesis import example, given, settings
-from jax._src.pallas.mosaic import interpret as interpreter
-from jax.experimental.pallas import tpu as pltpu
 from torch.library import opcheck
 
 from pallas_ops import OpSharding, attention, bridge
@@ -19,6 +17,7 @@ from pallas_ops.attention import kernel, kernel_flash, reference
 from pallas_ops.attention.blocks import Band, Flash, choose_backward, choose_forward
 from pallas_ops.attention.shapes import GEMMA4_26B, TINY
 from tests.pallas_ops.aot import compile_elsewhere
+from tests.pallas_ops.simulated import STRICT, without_races
 from torch_gemma4.attention import attend
 
 OPS = torch.ops.pallas_ops
@@ -219,9 +218,6 @@ def test_hidden_keys_reach_nothing(window):
 
 
 # Kernels in the TPU interpreter, in blocks that leave remainders everywhere.
-PARAMS = pltpu.InterpretParams(
-    detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise"
-)
 BLOCKS = {
     "band, ragged": Band(8, 11),
     "band, whole blocks": Band(8, 8),
@@ -237,7 +233,7 @@ def test_tpu_interpreter(case):
     segment_ids = documents(1, 21, mean=12)
     plain = functools.partial(attend, window=blocks.window)
     want = run(plain, *[x.double() for x in (q, k, v, dout)], segment_ids)
-    options = {"window": blocks.window, "blocks": blocks, "interpret": PARAMS}
+    options = {"window": blocks.window, "blocks": blocks, "interpret": STRICT}
     arrays = [jnp.asarray(x.numpy()) for x in (q, k, v, dout, segment_ids)]
 
     @jax.jit
@@ -245,11 +241,8 @@ def test_tpu_interpreter(case):
         out, lse = kernel.attention(q, k, v, segment_ids, **options)
         return out, *kernel.attention_backward(q, k, v, out, lse, dout, segment_ids, **options)
 
-    try:
+    with without_races():
         results = [np.asarray(x) for x in both(*arrays)]
-        assert not interpreter.races.races_found
-    finally:
-        interpreter.reset_tpu_interpret_mode_state()
     for got, exact in zip(results, want, strict=True):
         np.testing.assert_allclose(got, exact.numpy(), rtol=0, atol=5e-5)
 

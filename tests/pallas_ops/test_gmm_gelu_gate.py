@@ -10,11 +10,10 @@ import pytest
 import torch
 import torch_xla
 from hypothesis import example, given
-from jax._src.pallas.mosaic import interpret as interpreter
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_ops import OpSharding, gelu_gate, gmm, gmm_gelu_gate
 from pallas_ops.gmm_gelu_gate import kernel
+from tests.pallas_ops.simulated import without_races
 
 NAN = float("nan")
 
@@ -144,19 +143,13 @@ def test_whatever_the_sizes(sizes, keeps):
 def test_without_races(sizes, keeps):
     # In the TPU interpreter: memory begins as NaN, a read past the end is an error.
     lhs, rhs, _ = operands(sizes, 48, 64, 128, torch.float32)
-    params = pltpu.InterpretParams(
-        detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise"
-    )
-    try:
+    with without_races() as interpret:
         found = kernel.gmm_gelu_gate(
             *(lhs.numpy(), rhs.numpy(), jnp.array(sizes, jnp.int32)),
             keeps_product=keeps,
-            interpret=params,
+            interpret=interpret,
         )
         found = [np.asarray(each) for each in found]
-        assert not interpreter.races.races_found
-    finally:  # an error inside leaves the simulated memory behind, for the next test to trip on
-        interpreter.reset_tpu_interpret_mode_state()
     product = gmm(lhs, rhs, int32(sizes), transpose_rhs=True)
     np.testing.assert_allclose(found[0], gelu_gate(product).numpy(), rtol=0, atol=1e-4)
 

@@ -6,6 +6,7 @@ quick enough for many sizes of groups.
 
 import functools
 import itertools
+from contextlib import nullcontext
 
 import hypothesis.strategies as st
 import jax
@@ -13,16 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import example, given
-from jax._src.pallas.mosaic import interpret as interpreter
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_ops.gmm.kernel import gmm
 from pallas_ops.gmm.visits import KEEP, ZERO, make_visits
 from pallas_ops.tiling import Tiles, row_buckets
+from tests.pallas_ops.simulated import without_races
 
-STRICT = pltpu.InterpretParams(
-    detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise"
-)
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2**-8 * 60}  # half a unit of the largest sum
 
 
@@ -62,8 +59,7 @@ def check(
 ):
     arrays = operands(shape, sizes, num_groups, transpose_rhs, offset, dtype, keeps)
     lhs, rhs, kept = arrays
-    interpret = STRICT if strict else True
-    try:
+    with without_races() if strict else nullcontext(True) as interpret:
         (out,) = compiled(
             lhs,
             rhs,
@@ -75,10 +71,6 @@ def check(
             tiles=tiles,
         )
         out = np.asarray(out, np.float64)
-        assert not (strict and interpreter.races.races_found)
-    finally:  # an error inside leaves the simulated memory behind, for the next test to trip on
-        if strict:
-            interpreter.reset_tpu_interpret_mode_state()
     want = expected_product(lhs, rhs, sizes, transpose_rhs, offset, kept)
     np.testing.assert_allclose(out, want, rtol=0, atol=TOLERANCE[dtype])
     zero = ~np.any(want, axis=1)

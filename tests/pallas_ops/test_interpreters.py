@@ -11,15 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic import interpret as interpreter
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_ops.tgmm import kernel as tgmm
 from pallas_ops.tiling import Tiles
+from tests.pallas_ops.simulated import STRICT, without_races
 
-PARAMS = pltpu.InterpretParams(
-    detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise"
-)
 NUM_ROWS, SIZE_K, SIZE_N = 45, 200, 150  # no multiple of a tile anywhere
 TILES = Tiles(16, 128, 128)
 SIZES = {
@@ -46,17 +42,13 @@ def operands(sizes, *shapes, dtype):
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("transpose_rhs", "out_dtype"))
 def interpreted(kernel, *arrays, **static):
-    return kernel(*arrays, interpret=PARAMS, tiles=TILES, **static)
+    return kernel(*arrays, interpret=STRICT, tiles=TILES, **static)
 
 
 def run(kernel, *arrays, sizes, call=interpreted, **static):
-    try:
+    with without_races():
         (out,) = call(kernel, *arrays, jnp.array(sizes, jnp.int32), **static)
-        out = np.asarray(out, np.float64)
-        assert not interpreter.races.races_found
-    finally:  # an error inside leaves the simulated memory behind, for the next test to trip on
-        interpreter.reset_tpu_interpret_mode_state()
-    return out
+        return np.asarray(out, np.float64)
 
 
 def runs(sizes):

@@ -8,17 +8,13 @@ import numpy as np
 import pytest
 import torch
 import torch_xla
-from jax._src.pallas.mosaic import interpret as interpreter
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_ops import combine, permute, routing_plan
 from pallas_ops.combine.kernel_reduce import reduce_rows
 from pallas_ops.routing import reference, reference_windows
+from tests.pallas_ops.simulated import without_races
 
 OPS = torch.ops.pallas_ops
-PARAMS = pltpu.InterpretParams(
-    detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise"
-)
 
 
 def zipf_ids(num_tokens, top_k, num_experts, skew):
@@ -101,11 +97,8 @@ def test_other_weights(weights_dtype):
 
 @pytest.mark.parametrize("case", [*CASES, *slow])
 def test_nothing_unwritten_is_read_and_nothing_races(case):
-    try:
-        check(case, interpret=PARAMS)
-        assert not interpreter.races.races_found
-    finally:  # an error inside leaves the simulated memory behind, for the next test to trip on
-        interpreter.reset_tpu_interpret_mode_state()
+    with without_races() as interpret:
+        check(case, interpret=interpret)
 
 
 def test_the_interpreter_sees_a_missing_copy(monkeypatch):
@@ -115,11 +108,9 @@ def test_the_interpreter_sees_a_missing_copy(monkeypatch):
     fetch[:, 2] -= (fetch[:, 2] > 0).int()
     rows = jnp.zeros((ids.numel(), width), jnp.bfloat16)
     tables = (ring.numpy(), fetch.numpy())
-    try:
-        out = reduce(rows, None, *tables, num_tokens=len(ids), interpret=PARAMS)
+    with without_races() as interpret:
+        out = reduce(rows, None, *tables, num_tokens=len(ids), interpret=interpret)
         assert np.isnan(np.asarray(out, np.float32)).any()
-    finally:
-        interpreter.reset_tpu_interpret_mode_state()
 
 
 def test_ops_sum_by_a_plan_for_kernels_on_xla():

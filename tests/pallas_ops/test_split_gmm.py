@@ -11,13 +11,12 @@ import pytest
 import torch
 import torch_xla
 from hypothesis import example, given
-from jax._src.pallas.mosaic import interpret as interpreter
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_ops import OpSharding, gmm, join_experts, split_experts, split_gmm
 from pallas_ops.split_gmm import kernel
 from pallas_ops.tiling import Tiles
 from tests.pallas_ops.processes import on_four_devices
+from tests.pallas_ops.simulated import without_races
 
 FP64 = torch.float64
 
@@ -180,24 +179,18 @@ def test_the_chain_without_races(sizes):
     lhs = draw.standard_normal((48, 128)).astype(np.float32)
     lhs[sum(sizes) :] = np.nan
     weight = draw.standard_normal((4, 128, 128)).astype(np.float32)
-    params = pltpu.InterpretParams(
-        detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise"
-    )
     out = None
-    try:
-        for half, rest in enumerate((("zero", "leave"), ("keep", "zero"))):
+    for half, rest in enumerate((("zero", "leave"), ("keep", "zero"))):
+        with without_races() as interpret:
             (out,) = kernel.gmm(
                 *(lhs, weight[2 * half : 2 * half + 2], jnp.array(sizes, jnp.int32), out),
                 transpose_rhs=False,
                 group_offset=2 * half,
                 rest=rest,
-                interpret=params,
+                interpret=interpret,
                 tiles=Tiles(16, 128, 128),
             )
             out = jnp.asarray(np.asarray(out))
-            assert not interpreter.races.races_found
-    finally:  # an error inside leaves the simulated memory behind, for the next test to trip on
-        interpreter.reset_tpu_interpret_mode_state()
     want = gmm(torch.tensor(lhs), torch.tensor(weight), int32(sizes))
     np.testing.assert_allclose(out, want.numpy(), rtol=0, atol=1e-4)
 

@@ -8,15 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
-from jax._src.pallas.mosaic import interpret as interpreter
-from jax.experimental.pallas import tpu as pltpu
 
 from pallas_ops.tgmm.kernel import tgmm
 from pallas_ops.tiling import Tiles
+from tests.pallas_ops.simulated import without_races
 
-TPU = pltpu.InterpretParams(
-    detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise"
-)
 NUM_ROWS = 128
 SIZES = (10, 0, 73, 5, 30, 0)
 
@@ -70,7 +66,7 @@ RANGES = {"all": None, "first half": (0, 3), "second half": (3, 6), "an empty on
 def test_ranges_of_groups_without_races(groups, out_dtype):
     # Rows in several steps of a group; K and N in tiles, the last ones ragged.
     lhs, rhs = operands(NUM_ROWS, 200, 150, sum(SIZES))
-    try:
+    with without_races() as interpret:
         check(
             SIZES,
             lhs,
@@ -78,11 +74,8 @@ def test_ranges_of_groups_without_races(groups, out_dtype):
             out_dtype=out_dtype,
             groups=RANGES[groups],
             tiles=Tiles(32, 128, 128),
-            interpret=TPU,
+            interpret=interpret,
         )
-        assert not interpreter.races.races_found
-    finally:  # an error inside leaves the simulated memory behind, for the next test to trip on
-        interpreter.reset_tpu_interpret_mode_state()
 
 
 EDGES = (0, 1, 15, 16, 17, 47, 48, 49, 127, 128)
