@@ -48,6 +48,23 @@ def check_float_dtype(op: str, **dtypes: torch.dtype) -> None:
             raise ValueError(f"{op}: {name} is {dtype}; give a floating dtype")
 
 
+def check_product(
+    op: str,
+    lhs: Tensor,
+    rhs: Tensor,
+    rhs_letters: str,
+    group_sizes: Tensor,
+    reduce_dtype: torch.dtype,
+    **others: Tensor,
+) -> None:
+    """What all products of rows [R, K] and grouped matrices ask of their operands but sizes."""
+    check_one_device(op, lhs=lhs, rhs=rhs, group_sizes=group_sizes, **others)
+    check_float(op, lhs=lhs, rhs=rhs)
+    check_float_dtype(op, reduce_dtype=reduce_dtype)
+    check_rank(op, "lhs", lhs, "R, K")
+    check_rank(op, "rhs", rhs, rhs_letters)
+
+
 def check_row_shards(op: str, name: str, num_rows: int, sharding: OpSharding | None) -> None:
     """The mesh must split `num_rows` into equal pieces."""
     if sharding is not None and num_rows % sharding.num_row_shards:

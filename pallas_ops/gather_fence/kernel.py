@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import jax
 
+from pallas_ops.weights import gathered
+
 
 def gather_fence_sharded(
     x: jax.Array,
@@ -17,10 +19,10 @@ def gather_fence_sharded(
     [2, E, ., .]. They are cast and gathered exactly as `gmm` and `split_gmm` do, so that the
     compiler sees one gather where there are two."""
     del interpret
-    gathered = []
-    for weight in weights:
-        for part in weight if weight.ndim == 4 else (weight,):
-            part = part.astype(dtype)
-            gathered.append(jax.lax.all_gather(part, weight_axis, axis=weight_dim, tiled=True))
-    x, *_ = jax.lax.optimization_barrier((x, *gathered))
+    whole = [
+        gathered(part, dtype, weight_axis, weight_dim)
+        for weight in weights
+        for part in (weight if weight.ndim == 4 else (weight,))
+    ]
+    x, *_ = jax.lax.optimization_barrier((x, *whole))
     return (x,)

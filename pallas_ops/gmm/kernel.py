@@ -31,6 +31,7 @@ from pallas_ops.chips import V6E
 from pallas_ops.gmm.products import gated_products, products
 from pallas_ops.gmm.visits import KEEP, Rest, Visits, make_visits
 from pallas_ops.tiling import Tiles, choose_gmm_tiles, gmm_vmem_bytes, row_buckets
+from pallas_ops.weights import gathered
 
 _NUM_SLOTS = 2
 """Matrices in VMEM: one in use, one on its way. A power of two, to count in without divisions."""
@@ -71,11 +72,9 @@ def gmm(
         return tuple(jnp.zeros((0, width), lhs.dtype) for width in widths)
     rhs = rhs.astype(lhs.dtype)
     itemsize = lhs.dtype.itemsize
+    keeps = partial_sum is not None or gated
     if tiles is None:
-        tiles = choose_gmm_tiles(
-            *(num_rows, size_k, size_n, num_groups, itemsize),
-            keeps=partial_sum is not None or gated,
-        )
+        tiles = choose_gmm_tiles(num_rows, size_k, size_n, num_groups, itemsize, keeps=keeps)
     if tiles.tile_k < size_k:
         raise ValueError(f"gmm: tile_k={tiles.tile_k} cuts K={size_k}; give tile_k={size_k}")
     tiles = Tiles(tiles.tile_m, size_k, min(tiles.tile_n, size_n))
@@ -156,7 +155,7 @@ def gmm(
             disable_bounds_checks=True,
             vmem_limit_bytes=min(
                 V6E.vmem_bytes,
-                gmm_vmem_bytes(tiles, itemsize, keeps=bool(kept) or gated) + V6E.vmem_bytes // 4,
+                gmm_vmem_bytes(tiles, itemsize, keeps=keeps) + V6E.vmem_bytes // 4,
             ),
         ),
         cost_estimate=pl.CostEstimate(
@@ -296,12 +295,9 @@ def gmm_sharded(
     lhs [R/n, K]; rhs this device's shard; group_sizes [1, G_all] of this device's rows; partial_sum
     [R/n, N] or None.
     """
-    rhs = rhs.astype(lhs.dtype)
-    if weight_dim is not None:
-        rhs = jax.lax.all_gather(rhs, weight_axis, axis=weight_dim, tiled=True)
     return gmm(
         lhs,
-        rhs,
+        gathered(rhs, lhs.dtype, weight_axis, weight_dim),
         group_sizes[0],
         partial_sum,
         transpose_rhs=transpose_rhs,

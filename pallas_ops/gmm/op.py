@@ -4,11 +4,8 @@ import torch
 from torch import Tensor
 
 from pallas_ops.checks import (
-    check_float,
-    check_float_dtype,
     check_group_sizes,
-    check_one_device,
-    check_rank,
+    check_product,
     check_row_shards,
     check_weight_shards,
 )
@@ -57,11 +54,8 @@ def gmm(
             sizes beyond R.
     """
     kept = {} if partial_sum is None else {"partial_sum": partial_sum}
-    check_one_device("gmm", lhs=lhs, rhs=rhs, group_sizes=group_sizes, **kept)
-    check_float("gmm", lhs=lhs, rhs=rhs)
-    check_float_dtype("gmm", reduce_dtype=reduce_dtype)
-    check_rank("gmm", "lhs", lhs, "R, K")
-    check_rank("gmm", "rhs", rhs, "G, N, K" if transpose_rhs else "G, K, N")
+    letters = "G, N, K" if transpose_rhs else "G, K, N"
+    check_product("gmm", lhs, rhs, letters, group_sizes, reduce_dtype, **kept)
     num_groups, inner = rhs.shape[0], rhs.shape[2 if transpose_rhs else 1]
     if inner != lhs.shape[1]:
         raise ValueError(

@@ -13,6 +13,7 @@ from pallas_ops.chips import V6E
 from pallas_ops.gmm.kernel import gmm
 from pallas_ops.gmm.products import gelu_gate
 from pallas_ops.tiling import choose_gmm_tiles
+from pallas_ops.weights import gathered
 
 
 def gmm_gelu_gate(
@@ -28,11 +29,13 @@ def gmm_gelu_gate(
     num_groups, size_n, size_k = rhs.shape
     sizes = (lhs.shape[0], size_k, size_n, num_groups, lhs.dtype.itemsize)
     if lhs.shape[0] and size_n % (2 * V6E.row_group) == 0:
-        if choose_gmm_tiles(*sizes, keeps=True).tile_n >= size_n:
+        tiles = choose_gmm_tiles(*sizes, keeps=True)
+        if tiles.tile_n >= size_n:
             return gmm(
                 *(lhs, rhs, group_sizes),
                 transpose_rhs=True,
                 gated=True,
+                tiles=tiles,
                 keeps_product=keeps_product,
                 interpret=interpret,
             )
@@ -56,7 +59,5 @@ def gmm_gelu_gate_sharded(
 
     lhs [R/n, K]; rhs this device's shard; group_sizes [1, G] of this device's rows.
     """
-    rhs = rhs.astype(lhs.dtype)
-    if weight_dim is not None:
-        rhs = jax.lax.all_gather(rhs, weight_axis, axis=weight_dim, tiled=True)
+    rhs = gathered(rhs, lhs.dtype, weight_axis, weight_dim)
     return gmm_gelu_gate(lhs, rhs, group_sizes[0], keeps_product=keeps_product, interpret=interpret)

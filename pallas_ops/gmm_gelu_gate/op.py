@@ -10,11 +10,8 @@ from torch import Tensor
 
 from pallas_ops.activation.op import gelu_gate_gradient
 from pallas_ops.checks import (
-    check_float,
-    check_float_dtype,
     check_group_sizes,
-    check_one_device,
-    check_rank,
+    check_product,
     check_row_shards,
     check_weight_shards,
 )
@@ -50,11 +47,7 @@ def gmm_gelu_gate(
         ValueError: as `gmm`; for an odd number of columns too.
     """
     name = "gmm_gelu_gate"
-    check_one_device(name, lhs=lhs, rhs=rhs, group_sizes=group_sizes)
-    check_float(name, lhs=lhs, rhs=rhs)
-    check_float_dtype(name, reduce_dtype=reduce_dtype)
-    check_rank(name, "lhs", lhs, "R, K")
-    check_rank(name, "rhs", rhs, "G, 2F, K")
+    check_product(name, lhs, rhs, "G, 2F, K", group_sizes, reduce_dtype)
     if rhs.shape[2] != lhs.shape[1] or rhs.shape[1] % 2:
         raise ValueError(
             f"{name}: lhs has shape {list(lhs.shape)} and rhs {list(rhs.shape)}; expected rhs "

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from pallas_ops.gmm.kernel import gmm
 from pallas_ops.tgmm.kernel import sum_over_mesh, tgmm
+from pallas_ops.weights import gathered
 
 
 def split_gmm(
@@ -42,9 +43,7 @@ def split_gmm_sharded(
     sizes, half_of_groups = group_sizes[0], group_sizes.shape[-1] // 2
     out = None
     for half, rest in enumerate((("zero", "leave"), ("keep", "zero"))):
-        part = rhs[half].astype(lhs.dtype)
-        if weight_dim is not None:
-            part = jax.lax.all_gather(part, weight_axis, axis=weight_dim, tiled=True)
+        part = gathered(rhs[half], lhs.dtype, weight_axis, weight_dim)
         (out,) = gmm(
             lhs,
             part.reshape(half_of_groups, -1, part.shape[-1]),

@@ -4,11 +4,8 @@ import torch
 from torch import Tensor
 
 from pallas_ops.checks import (
-    check_float,
-    check_float_dtype,
     check_group_sizes,
-    check_one_device,
-    check_rank,
+    check_product,
     check_row_shards,
     check_weight_shards,
 )
@@ -46,11 +43,8 @@ def split_gmm(
     Raises:
         ValueError: as `gmm`; for an odd G too.
     """
-    check_one_device("split_gmm", lhs=lhs, rhs=rhs, group_sizes=group_sizes)
-    check_float("split_gmm", lhs=lhs, rhs=rhs)
-    check_float_dtype("split_gmm", reduce_dtype=reduce_dtype)
-    check_rank("split_gmm", "lhs", lhs, "R, K")
-    check_rank("split_gmm", "rhs", rhs, "2, G, N/2, K" if transpose_rhs else "2, G, K/2, N")
+    letters = "2, G, N/2, K" if transpose_rhs else "2, G, K/2, N"
+    check_product("split_gmm", lhs, rhs, letters, group_sizes, reduce_dtype)
     if rhs.shape[0] != 2 or rhs.shape[1] % 2:
         raise ValueError(
             f"split_gmm: rhs has shape {list(rhs.shape)}; expected 2 halves of an even number of "

@@ -129,19 +129,19 @@ def branch(x, gate_up, down, group_sizes, dout, *, interpret):
     import jax.numpy as jnp
 
     from pallas_ops.gmm.kernel import gmm
+    from pallas_ops.gmm.products import gelu_gate
     from pallas_ops.tgmm.kernel import tgmm
 
-    def gelu_gate(h):
-        gate, up = jnp.split(h.astype(jnp.float32), 2, axis=1)
-        return (jax.nn.gelu(gate, approximate=True) * up).astype(h.dtype)
+    def gate(h):
+        return gelu_gate(*jnp.split(h, 2, axis=1))
 
     sizes = (group_sizes,)
     options = {"interpret": interpret}
     (h,) = gmm(x, gate_up, *sizes, transpose_rhs=True, **options)
-    hidden, gelu_gate_vjp = jax.vjp(gelu_gate, h)
+    hidden, gate_vjp = jax.vjp(gate, h)
     (out,) = gmm(hidden, down, *sizes, transpose_rhs=False, **options)
     (dhidden,) = gmm(dout, down, *sizes, transpose_rhs=True, **options)
-    (dh,) = gelu_gate_vjp(dhidden)
+    (dh,) = gate_vjp(dhidden)
     (dx,) = gmm(dh, gate_up, *sizes, transpose_rhs=False, **options)
     (ddown,) = tgmm(hidden, dout, *sizes, out_dtype="float32", **options)
     (dgate_up,) = tgmm(dh, x, *sizes, out_dtype="float32", **options)
