@@ -9,6 +9,7 @@ import json
 import sys
 from dataclasses import replace
 
+from tests.train.processes import bytecode
 from train.compile.command import on_topology
 from train.compile.topology import find_topology
 from train.launch import prepare_tracing
@@ -30,20 +31,16 @@ def main(*counts: int) -> None:
 def traced(config, num_tiles):
     """The loss and its gradients, as `trace_step` gives a step."""
     import torch
-    import torch_xla
     import torch_xla.runtime as xr
-    from jax._src.interpreters import mlir
-    from jax._src.lib import _jax
-    from jax._src.lib.mlir import ir
     from torch_xla.core.xla_builder import create_placeholder_tensor
 
     from torch_gemma4.loss import tiled_cross_entropy
     from train.build import build_execution
-    from train.compile.trace import TracedStep, _NumberedMesh
+    from train.compile.trace import NumberedMesh, TracedStep
     from train.mesh import MeshLayout
 
     xr.use_spmd()
-    layout = MeshLayout(config.mesh, _NumberedMesh(config.mesh), target="tpu")
+    layout = MeshLayout(config.mesh, NumberedMesh(config.mesh), target="tpu")
     execution = build_execution(config, layout)
     shapes = ((BATCH, LENGTH, WIDTH), torch.bfloat16), ((VOCABULARY, WIDTH), torch.float32)
     hidden, table = (create_placeholder_tensor(*each).requires_grad_() for each in shapes)
@@ -58,11 +55,7 @@ def traced(config, num_tiles):
         constrain=execution.constrain,
     )
     gradients = torch.autograd.grad(found.cross_entropy, [hidden, table])
-    context = torch_xla._XLAC.lowering.LoweringContext("loss")
-    context.build([found.cross_entropy, *gradients])
-    with mlir.make_ir_context():
-        module = ir.Module.parse(_jax.mlir.hlo_to_stablehlo(context.hlo()))
-        return TracedStep(mlir.module_to_bytecode(module), 1, (), {})
+    return TracedStep(bytecode("loss", [found.cross_entropy, *gradients]), 1, (), {})
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from tests.train.processes import bytecode
 from train.launch import prepare_compiler, prepare_tracing
 
 PERIODS, LAYERS, ROWS, WIDTH = 4, 3, 32_768, 256
@@ -46,19 +47,6 @@ def step(offload):
     return [param.grad for param in params.values()]
 
 
-def module_of(gradients):
-    import torch_xla
-    from jax._src.interpreters import mlir
-    from jax._src.lib import _jax
-    from jax._src.lib.mlir import ir
-
-    context = torch_xla._XLAC.lowering.LoweringContext("step")
-    context.build(gradients)
-    with mlir.make_ir_context():
-        module = ir.Module.parse(_jax.mlir.hlo_to_stablehlo(context.hlo()))
-        return mlir.module_to_bytecode(module)
-
-
 def two_periods(topology):
     """A run of two periods of layers, two micro-batches of 256 tokens a chip."""
     from train import presets
@@ -95,5 +83,5 @@ if __name__ == "__main__":
     from train.compile.trace import trace_step
 
     chip, slice_ = find_topology("v6e-1"), find_topology("v6e-8")
-    found = [sizes(module_of(step(offload)), chip) for offload in (False, True)]
+    found = [sizes(bytecode("step", step(offload)), chip) for offload in (False, True)]
     print(json.dumps([*found, sizes(trace_step(two_periods(slice_)).module, slice_)]))

@@ -1,16 +1,14 @@
 """`python -m train compile`: the program reader on small programs, and the whole command."""
 
 import json
-import os
-import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from tests.train.processes import run_module
 from train.compile import hlo
 from train.compile.collectives import begins
 from train.compile.command import compile_and_report, on_topology
@@ -247,20 +245,10 @@ def test_a_step_that_does_not_fit(tmp_path, monkeypatch, words, told, files):
 @pytest.mark.slow
 @pytest.mark.libtpu
 def test_a_tiny_step_compiles_for_eight_chips(tmp_path):
-    environment = dict(os.environ)
-    for variable in ("PJRT_DEVICE", "CPU_NUM_DEVICES", "JAX_PLATFORMS", "XLA_FLAGS"):
-        environment.pop(variable, None)
     # Two blocks of tokens a chip: the schedule of a kernel with one step has no loop to read.
     options = "--preset cpu_tiny --topology v6e-8 --precision.compute bfloat16 --recompute full"
     options += " --data.batch_size 32"
-    done = subprocess.run(
-        [sys.executable, "-m", "train", "compile", *options.split(), "--out", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_module("train", "compile", *options.split(), "--out", tmp_path)
     folder = tmp_path / "cpu_tiny-v6e-8"
     report = json.loads((folder / "report.json").read_text())
     assert report["fits"]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from train.compile import hlo
-from train.compile.collectives import begins
+from train.compile.collectives import executed as executed_collectives
 
 pytestmark = [pytest.mark.exhaustive, pytest.mark.libtpu]
 GIB = 2**30
@@ -65,11 +65,9 @@ def test_every_loop_has_a_known_length_and_nothing_is_sorted(program):
 @pytest.fixture(scope="module")
 def collectives(program):
     """(kind, [(dtype, sizes)] of operands and results, executions) of each."""
-    found = ((executed, begins(program, executed)) for executed in program.executed())
     return [
         (one.kind, arrays(each.instruction.shape), each.count)
-        for each, one in found
-        if one is not None
+        for each, one in executed_collectives(program)
     ]
 
 

@@ -3,17 +3,14 @@
 Each run is a process of its own (a device count belongs to a process), see mesh_worker.py.
 """
 
-import os
 import re
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.train import mesh_worker
+from tests.train.processes import run_module
 from train.compile import hlo
 
 RUNS = {
@@ -54,18 +51,11 @@ def runs(tmp_path_factory):
 
     def run(name):
         out = folder / f"{name}.npz"
-        environment = dict(os.environ, TF_CPP_MIN_LOG_LEVEL="2")
-        for variable in ("PJRT_DEVICE", "CPU_NUM_DEVICES", "JAX_PLATFORMS"):
-            environment.pop(variable, None)
-        environment["XLA_FLAGS"] = flags
+        dump = ""
         if name in DUMPED:
             dump = f" --xla_dump_to={folder / DUMPED[name]} --xla_dump_hlo_as_text"
-            environment["XLA_FLAGS"] += dump
-        command = [sys.executable, "-m", mesh_worker.__name__, str(out), *RUNS[name]]
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, cwd=Path(__file__).parents[2]
-        )
-        assert done.returncode == 0, f"{name}: {done.stderr[-4000:]}"
+        variables = {"TF_CPP_MIN_LOG_LEVEL": "2", "XLA_FLAGS": flags + dump}
+        run_module(mesh_worker.__name__, out, *RUNS[name], **variables)
         with np.load(out) as arrays:
             return dict(arrays)
 

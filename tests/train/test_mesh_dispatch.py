@@ -5,15 +5,11 @@ test_mesh.py's, with several blocks of 256 tokens on one device and a part of on
 gathers train alike on any number of devices is test_mesh.py's matter.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
 from tests.train import mesh_worker
+from tests.train.processes import run_module
 
 MODEL = ["--hidden_size", "128", "--compute", "bfloat16", "--batch_size", "32", "--steps", "2"]
 MESHES = {
@@ -32,21 +28,12 @@ pytestmark = pytest.mark.exhaustive
 def runs(request, tmp_path_factory):
     """Arrays of a run with gathers and of one with the kernels."""
     folder = tmp_path_factory.mktemp("mesh_dispatch")
-    environment = dict(os.environ, XLA_FLAGS="--xla_backend_optimization_level=0")
-    for variable in ("PJRT_DEVICE", "CPU_NUM_DEVICES", "JAX_PLATFORMS"):
-        environment.pop(variable, None)
     found = []
     for dispatch in ("gather", "kernel"):
         out = folder / f"{dispatch}.npz"
         options = [*MODEL, *MESHES[request.param], "--dispatch", dispatch]
-        done = subprocess.run(
-            [sys.executable, "-m", mesh_worker.__name__, str(out), *options],
-            env=environment,
-            capture_output=True,
-            text=True,
-            cwd=Path(__file__).parents[2],
-        )
-        assert done.returncode == 0, f"{options}: {done.stderr[-4000:]}"
+        flags = "--xla_backend_optimization_level=0"
+        run_module(mesh_worker.__name__, out, *options, XLA_FLAGS=flags)
         with np.load(out) as arrays:
             found.append(dict(arrays))
     return found

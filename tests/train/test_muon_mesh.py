@@ -1,10 +1,6 @@
 """Muon on a mesh: the values of one device, and no matrix of an expert leaves its device."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +8,7 @@ import torch
 from torch import nn
 
 from tests.train import muon_worker
+from tests.train.processes import run_module
 
 pytestmark = pytest.mark.slow
 
@@ -19,18 +16,12 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("muon")
-    environment = dict(os.environ, TF_CPP_MIN_LOG_LEVEL="2")
-    for variable in ("PJRT_DEVICE", "CPU_NUM_DEVICES", "JAX_PLATFORMS"):
-        environment.pop(variable, None)
-    environment["XLA_FLAGS"] = f"--xla_dump_to={folder / 'dump'} --xla_dump_hlo_as_text"
-    done = subprocess.run(
-        [sys.executable, "-m", muon_worker.__name__, str(folder / "out.npz")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
+    run_module(
+        muon_worker.__name__,
+        folder / "out.npz",
+        TF_CPP_MIN_LOG_LEVEL="2",
+        XLA_FLAGS=f"--xla_dump_to={folder / 'dump'} --xla_dump_hlo_as_text",
     )
-    assert done.returncode == 0, done.stderr[-4000:]
     programs = (folder / "dump").glob("*after_optimizations.txt")
     largest = max(programs, key=lambda path: path.stat().st_size)
     with np.load(folder / "out.npz") as arrays:

@@ -1,13 +1,9 @@
 """What layers keep for the backward pass, in the host's memory."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +11,7 @@ import torch_xla
 
 from tests.train import offload_worker
 from tests.train.offload_worker import LAYERS, PERIODS, ROWS, WIDTH
+from tests.train.processes import run_module
 from torch_gemma4.execution import Execution, Precision
 from torch_gemma4.init import init_parameters
 from torch_gemma4.model import Gemma4ForCausalLM
@@ -26,18 +23,8 @@ from train.xla_loop import XlaLoop
 @pytest.mark.exhaustive
 @pytest.mark.libtpu
 def test_v6e_keeps_every_layers_input_on_the_host():
-    environment = dict(os.environ)
-    for variable in ("PJRT_DEVICE", "CPU_NUM_DEVICES", "JAX_PLATFORMS", "XLA_FLAGS"):
-        environment.pop(variable, None)
-    done = subprocess.run(
-        [sys.executable, "-m", offload_worker.__name__],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=Path(__file__).parents[2],
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    in_hbm, on_host, micro_batches = json.loads(done.stdout.splitlines()[-1])
+    printed = run_module(offload_worker.__name__)
+    in_hbm, on_host, micro_batches = json.loads(printed.splitlines()[-1])
     inputs = PERIODS * (LAYERS + 1) * ROWS * WIDTH * 2
     assert in_hbm["host"] == 0 and on_host["host"] == inputs
     # Of them HBM has at most one period's on its way out and two on their way back.
