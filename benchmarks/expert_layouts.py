@@ -56,8 +56,8 @@ def compile_layout(topology_name: str, *, split: bool = False, fence: bool = Fal
     model = replace(config.model, split_expert_weights=split)
     config = on_topology(replace(config, fence_expert_gathers=fence, model=model), topology)
     xr.use_spmd()
-    layout = MeshLayout(config.mesh, trace._NumberedMesh(config.mesh), target="tpu")
-    execution, inputs = build_execution(config, layout), trace._Placeholders(layout)
+    layout = MeshLayout(config.mesh, trace.NumberedMesh(config.mesh), target="tpu")
+    execution, inputs = build_execution(config, layout), trace.Placeholders(layout)
 
     class Branch(torch.nn.Module):
         def __init__(self) -> None:
@@ -82,20 +82,17 @@ def compile_layout(topology_name: str, *, split: bool = False, fence: bool = Fal
     y = branch(x)
     y.backward(inputs.make("dy", *rows))
     gradients = {name: parameter.grad for name, parameter in branch.named_parameters()}
-    return compile_step(trace._export(config, inputs, gradients | {"x": x.grad}, [y]), topology)
+    return compile_step(trace.export_step(config, inputs, gradients | {"x": x.grad}, [y]), topology)
 
 
 def collectives_of(program: Any) -> list[dict[str, Any]]:
     """Those of a megabyte and more, in the order of the schedule."""
-    from train.compile import hlo
-    from train.compile.collectives import begins
+    from train.compile import collectives, hlo
 
-    module = hlo.Program(program.hlo)
-    found = [begins(module, executed) for executed in module.executed()]
     return [
         {"kind": each.kind, "bytes": each.bytes, "asynchronous": each.is_asynchronous}
-        for each in found
-        if each is not None and each.bytes >= 1 << 20 and each.kind != "collective-permute"
+        for _, each in collectives.executed(hlo.Program(program.hlo))
+        if each.bytes >= 1 << 20 and each.kind != "collective-permute"
     ]
 
 

@@ -34,19 +34,28 @@ def kernels(op: str, tiles: Tiles | None = None) -> dict[str, Kernel]:
     return {kernel.shape: kernel for kernel in OPS[op](tiles)}
 
 
-def _gmm(tiles: Tiles | None) -> list[Kernel]:
+def _refuse_tiles(op: str, tiles: Tiles | None) -> None:
     if tiles is not None:
-        raise ValueError("op='gmm' is profiled with the tiles it chooses; leave tiles out")
+        raise ValueError(f"op={op!r} is profiled with the tiles it chooses; leave tiles out")
+
+
+def _gmm_signature(shape: gmm_shapes.GmmShape) -> tuple[tuple[tuple[int, ...], str], ...]:
+    """Of rows, matrices and sizes."""
+    return (
+        ((shape.num_rows, shape.size_k), "bfloat16"),
+        (shape.rhs_shape, "bfloat16"),
+        ((shape.num_groups,), "int32"),
+    )
+
+
+def _gmm(tiles: Tiles | None) -> list[Kernel]:
+    _refuse_tiles("gmm", tiles)
     return [
         Kernel(
             op="gmm",
             shape=shape.name,
             fn=gmm_kernel.gmm,
-            signature=(
-                ((shape.num_rows, shape.size_k), "bfloat16"),
-                (shape.rhs_shape, "bfloat16"),
-                ((shape.num_groups,), "int32"),
-            ),
+            signature=_gmm_signature(shape),
             static={"transpose_rhs": shape.transpose_rhs},
             flops=shape.flops,
             compiled_name="gmm",
@@ -58,21 +67,14 @@ def _gmm(tiles: Tiles | None) -> list[Kernel]:
 
 
 def _gmm_gelu_gate(tiles: Tiles | None) -> list[Kernel]:
-    if tiles is not None:
-        raise ValueError(
-            "op='gmm_gelu_gate' is profiled with the tiles it chooses; leave tiles out"
-        )
+    _refuse_tiles("gmm_gelu_gate", tiles)
     wi = gmm_shapes.GEMMA4_26B[0]
     return [
         Kernel(
             op="gmm_gelu_gate",
             shape=f"{wi.name}, gated{', product kept' * keeps_product}",
             fn=gated_kernel.gmm_gelu_gate,
-            signature=(
-                ((wi.num_rows, wi.size_k), "bfloat16"),
-                (wi.rhs_shape, "bfloat16"),
-                ((wi.num_groups,), "int32"),
-            ),
+            signature=_gmm_signature(wi),
             static={"keeps_product": keeps_product},
             flops=wi.flops,
             compiled_name="gmm_gelu_gate",
@@ -83,8 +85,7 @@ def _gmm_gelu_gate(tiles: Tiles | None) -> list[Kernel]:
 
 
 def _tgmm(tiles: Tiles | None) -> list[Kernel]:
-    if tiles is not None:
-        raise ValueError("op='tgmm' is profiled with the tiles it chooses; leave tiles out")
+    _refuse_tiles("tgmm", tiles)
     return [
         Kernel(
             op="tgmm",

@@ -10,7 +10,6 @@ relayout is a copy or a transpose of a megabyte or more; each is told with its b
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,11 +42,11 @@ def products(x, gate_up, down, group_sizes, dout, *, d_last: bool, interpret: bo
     import jax.numpy as jnp
 
     from pallas_ops.gmm.kernel import gmm_sharded
+    from pallas_ops.gmm.products import gelu_gate
     from pallas_ops.tgmm.kernel import tgmm_sharded
 
-    def gelu_gate(h):
-        gate, up = jnp.split(h.astype(jnp.float32), 2, axis=1)
-        return (jax.nn.gelu(gate, approximate=True) * up).astype(h.dtype)
+    def gate(h):
+        return gelu_gate(*jnp.split(h, 2, axis=1))
 
     layout = {"weight_axis": "fsdp", "weight_dim": 0, "interpret": interpret}
 
@@ -60,9 +59,9 @@ def products(x, gate_up, down, group_sizes, dout, *, d_last: bool, interpret: bo
         return tgmm_sharded(left, right, group_sizes, **dtypes, **layout)[0]
 
     h = product(x, gate_up, d_last)
-    hidden, gelu_gate_vjp = jax.vjp(gelu_gate, h)
+    hidden, gate_vjp = jax.vjp(gate, h)
     out = product(hidden, down, not d_last)
-    (dh,) = gelu_gate_vjp(product(dout, down, d_last))
+    (dh,) = gate_vjp(product(dout, down, d_last))
     dx = product(dh, gate_up, not d_last)
     return out, dx, gradient(dh, x), gradient(hidden, dout)
 
@@ -73,8 +72,7 @@ def compile_products(options: Options, d_last: bool) -> dict[str, Any]:
 
     from pallas_ops import OpSharding, bridge
     from pallas_ops.compile_only import compile_module, topology_devices
-    from train.compile import hlo
-    from train.compile.collectives import begins
+    from train.compile import collectives, hlo
 
     topology = find_topology(options.topology)
     chips, rows = topology.num_chips, topology.num_chips * options.rows
@@ -98,7 +96,6 @@ def compile_products(options: Options, d_last: bool) -> dict[str, Any]:
     executable = compile_module(module, devices)
     memory = executable.get_compiled_memory_stats()
     program = hlo.Program(executable.hlo_modules()[0].to_string())
-    found = [begins(program, executed) for executed in program.executed()]
     return {
         "weights": "[E, F, D]" if d_last else "[E, D, F]",
         "topology": topology.name,
@@ -107,7 +104,9 @@ def compile_products(options: Options, d_last: bool) -> dict[str, Any]:
         "temp_bytes": memory.temp_size_in_bytes,
         "argument_bytes": memory.argument_size_in_bytes,
         "output_bytes": memory.output_size_in_bytes,
-        "collectives": [f"{each.kind} {each.bytes:,} bytes" for each in found if each],
+        "collectives": [
+            f"{each.kind} {each.bytes:,} bytes" for _, each in collectives.executed(program)
+        ],
     }
 
 
@@ -128,8 +127,10 @@ def relayouts(program: Any) -> list[str]:
 
 def _is_prefetch(shape: str) -> bool:
     """Whether a copy's (to, from, ...) differ in their memory alone: VMEM and HBM."""
-    layouts = re.findall(r"\w+\[[^{]*\{[^}]*\}", re.sub(r"S\(\d+\)", "", shape))
-    return len(layouts) > 1 and layouts[0] == layouts[1]
+    from train.compile.hlo import ARRAY, OTHER_SPACE
+
+    arrays = [match[0] for match in ARRAY.finditer(OTHER_SPACE.sub("", shape))]
+    return len(arrays) > 1 and arrays[0] == arrays[1]
 
 
 def main(options: Options) -> None:

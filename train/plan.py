@@ -53,14 +53,14 @@ def print_plan(config: RunConfig, mesh: DeviceMesh, console: Console) -> None:
     )
     axes = " x ".join(f"{name} {size}" for name, size in config.mesh.axes)
     precision = config.precision
+    on_host = ", what is kept lies on the host" if config.offload_activations else ""
     plan = Table.grid(padding=(0, 2))
     facts = {
         "devices": f"{mesh.num_row_shards} {config.mesh.platform} ({axes})",
         "parameters": f"{parameters.total:,} in all, {parameters.active:,} active a token",
         "a step": f"{format_flops(flops.training)} a device (forward and backward)",
         "dtypes": f"parameters float32, compute {precision.compute}, reduce {precision.reduce}",
-        "layers": f"{config.layers}, recompute {config.recompute}"
-        + ", what is kept lies on the host" * config.offload_activations,
+        "layers": f"{config.layers}, recompute {config.recompute}{on_host}",
         "expert weights": _expert_weights(config),
         **implementations(runtime_target(), config.attention, *config.dispatch_in_force),
     }

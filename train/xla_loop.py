@@ -137,10 +137,9 @@ def _trace_body(
     known = {_XLAC._xla_get_tensor_id(t): ("param", i) for i, t in enumerate(params_in)}
     known |= {_XLAC._xla_get_tensor_id(t): ("constant", i) for i, t in enumerate(constants_in)}
     stacked: list[Tensor] = []
-    replayed: dict[tuple[str, int], Tensor] = {}
-    """The backward's placeholders."""
-    replay: dict[tuple[str, int], Tensor] = {}
-    """What it computes with: those, or what comes back from the host for them."""
+    replay: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
+    """The backward's placeholders, each with what it computes with: itself, or what comes back from
+    the host for it."""
 
     def pack(tensor: Tensor) -> tuple[str, int] | Tensor:
         if tensor.device.type != "xla":
@@ -157,10 +156,9 @@ def _trace_body(
         if slot not in replay:
             group, index = slot
             values = {"param": params_in, "constant": constants_in, "stacked": stacked}[group]
-            replayed[slot] = placeholder(values[index])
-            comes_back = offload and group == "stacked"
-            replay[slot] = to_device(replayed[slot]) if comes_back else replayed[slot]
-        return replay[slot]
+            row = placeholder(values[index])
+            replay[slot] = row, to_device(row) if offload and group == "stacked" else row
+        return replay[slot][1]
 
     with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         carry_out, outputs = body(
@@ -191,7 +189,7 @@ def _trace_body(
         reads."""
         for i in range(count):
             unpack((group, i))
-        return [replayed[group, i] for i in range(count)]
+        return [replay[group, i][0] for i in range(count)]
 
     backward_rows = slots("param", len(params_in)) + slots("stacked", len(stacked)) + cotangents
     backward = lower(

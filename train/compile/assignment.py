@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from train.compile.hlo import OTHER_SPACE
+
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (.*):$", re.MULTILINE)
 _PARAMETER = re.compile(r"\bparameter (\d+)\b")
 _PEAK = re.compile(r"^\s*Live ranges at \d+ \(peak\):\n((?:\s+\S+: \d+ bytes .*\n)*)", re.MULTILINE)
 _LIVE = re.compile(r"^\s+(\S+)\{([\d,]*)\}: (\d+) bytes", re.MULTILINE)
-_ELSEWHERE = re.compile(r"^ value: <\d+ (\S+?)(?:\{([\d,]*)\})? @\d+>.*S\([1-9]\d*\)", re.MULTILINE)
+_VALUE = re.compile(r"^ value: <\d+ (\S+?)(?:\{([\d,]*)\})? @\d+>(.*)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,8 @@ def parse_assignment(text: str) -> Assignment:
             parameters[int(parameter[1])] = int(size)
         sizes[_kind(description, parameter is not None)] += int(size)
     # The list of live buffers is of all memories.
-    elsewhere = set(_ELSEWHERE.findall(text))
+    values = _VALUE.findall(text)
+    elsewhere = {value[:2] for value in values if OTHER_SPACE.search(value[2])}
     peaks = [
         [entry for entry in _LIVE.findall(section) if entry[:2] not in elsewhere]
         for section in _PEAK.findall(text)

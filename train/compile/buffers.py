@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from train.compile.hlo import Instruction
+from train.compile.hlo import OTHER_SPACE, Instruction
 
 if TYPE_CHECKING:
     from train.compile.assignment import LiveBuffer
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from train.compile.hlo import Program
 
 _MODULE = re.compile(r"(?:torch_gemma4|pallas_ops|train)\.([\w.]+?)(?:\.op)?(?:\.\d+)?")
-_OUTSIDE_HBM = re.compile(r"S\([1-9]\d*\)")
 _PASSED_ON = {"bitcast", "copy", "copy-done", "reshape", "optimization-barrier", "async-done"}
 """Opcodes whose result is named by their first operand."""
 
@@ -57,7 +56,7 @@ def buffers_at_peak(
             found.append((buffer.instruction, "", buffer.bytes))
             continue
         shape = _part(instruction.shape, buffer.index)
-        if _OUTSIDE_HBM.search(shape) is None:
+        if OTHER_SPACE.search(shape) is None:
             name = namer.name(buffer.instruction, buffer.index)
             found.append((name, plain_shape(shape), buffer.bytes))
     return _largest(found, count)

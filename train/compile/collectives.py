@@ -11,6 +11,7 @@ result: a chip of each slice takes part, the one at the same place in it.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from train.compile.hlo import Executed, Instruction, Program, shape_bytes
@@ -51,6 +52,13 @@ class Collective:
         if self.kind == "all-reduce":
             return 2 * share  # a reduce-scatter and an all-gather
         return self.bytes if self.kind == "collective-permute" else share
+
+
+def executed(program: Program) -> Iterator[tuple[Executed, Collective]]:
+    """Every collective of a step where it begins."""
+    for each in program.executed():
+        if (found := begins(program, each)) is not None:
+            yield each, found
 
 
 def begins(program: Program, executed: Executed) -> Collective | None:

@@ -18,7 +18,8 @@ _BYTES = {
 }  # fmt: skip
 ARRAY = re.compile(r"\b(" + "|".join(_BYTES) + r")\[([\d,]*)\](\{[^{}]*\})?")
 """One array's dtype, dimensions and layout in a shape."""
-_OTHER_SPACE = re.compile(r"S\([1-9]\d*\)")
+OTHER_SPACE = re.compile(r"S\([1-9]\d*\)")
+"""A memory other than HBM, in a layout."""
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%([\w.\-]+) = (.+?) ([\w\-]+)\((.*)$")
 _COMPUTATION = re.compile(r"^(ENTRY )?%([\w.\-]+) \(.*\{$")
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition|async_computation)=%([\w.\-]+)")
@@ -40,7 +41,7 @@ def shape_bytes(text: str, *, only_hbm: bool = False) -> int:
     those that its layouts put in no other memory."""
     total = 0
     for dtype, dims, layout in ARRAY.findall(text):
-        if only_hbm and _OTHER_SPACE.search(layout):
+        if only_hbm and OTHER_SPACE.search(layout):
             continue
         size = _BYTES[dtype]
         for dim in filter(None, dims.split(",")):
@@ -181,6 +182,11 @@ class Program:
         first = None if start is None else _literal(start)
         return None if first is None else max(0, bounds[0] - first)
 
+    def turns(self, loop: Instruction, holder: Computation) -> int:
+        """`trip_count`, and one where that is not known (`unknown_loops`)."""
+        known = self.trip_count(loop, holder)
+        return 1 if known is None else known
+
     @cached_property
     def unknown_loops(self) -> list[str]:
         """Loops without a known trip count; they are counted as one turn."""
@@ -200,8 +206,7 @@ class Program:
         for instruction in computation.instructions.values():
             yield Executed(instruction, computation, count)
             if instruction.opcode == "while":
-                turns = self.trip_count(instruction, computation)
-                turns = 1 if turns is None else turns
+                turns = self.turns(instruction, computation)
                 yield from self._walk(body_of(instruction), count * turns)
             elif instruction.opcode in ("call", "conditional", "async-start"):
                 for called in instruction.called:

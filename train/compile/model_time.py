@@ -78,19 +78,16 @@ class StepModel:
 
     def collectives(self) -> Iterator[tuple[hlo.Executed, Collective]]:
         """Every collective where it begins."""
-        for executed in self.program.executed():
-            if (found := collectives.begins(self.program, executed)) is not None:
-                yield executed, found
+        return collectives.executed(self.program)
 
     def host_copies(self) -> tuple[int, int]:
         """(copies between HBM and the host's memory a step, their bytes)."""
-        found = [
-            (executed.count, host_bytes(executed.instruction))
-            for executed in self.program.executed()
-            if kinds.is_work(executed.instruction)
-        ]
-        copies = [(count, size) for count, size in found if size]
-        return sum(count for count, _ in copies), sum(count * size for count, size in copies)
+        num_copies = num_bytes = 0
+        for executed in self.program.executed():
+            size = host_bytes(executed.instruction) if kinds.is_work(executed.instruction) else 0
+            num_copies += executed.count * (size > 0)
+            num_bytes += executed.count * size
+        return num_copies, num_bytes
 
     @property
     def exposed_s(self) -> float:
@@ -122,8 +119,7 @@ class StepModel:
             elif (handle := collectives.ends(self.program, executed)) is not None:
                 awaited = pending.pop(handle, None)
             elif instruction.opcode == "while":
-                turns = self.program.trip_count(instruction, computation)
-                turns = 1 if turns is None else turns
+                turns = self.program.turns(instruction, computation)
                 took, waited = self._elapsed(hlo.body_of(instruction))
                 now, waits = now + turns * took, waits + turns * waited
             elif instruction.opcode in ("call", "conditional", "async-start"):

@@ -48,7 +48,7 @@ class TracedStep:
     moments, or an input of the batch. Scalars that the trace made are not in it."""
 
 
-class _NumberedMesh(xs.Mesh):
+class NumberedMesh(xs.Mesh):
     """A mesh of device numbers, without asking the runtime for so many devices."""
 
     def __init__(self, config: MeshConfig) -> None:
@@ -56,7 +56,7 @@ class _NumberedMesh(xs.Mesh):
         self.device_ids = np.arange(config.num_devices)
 
 
-class _Placeholders:
+class Placeholders:
     """Makes the step's inputs and remembers them."""
 
     def __init__(self, layout: MeshLayout) -> None:
@@ -74,8 +74,8 @@ class _Placeholders:
 def trace_step(config: RunConfig) -> TracedStep:
     """Traces one training step of `config`. Call `train.launch.prepare_tracing` first."""
     xr.use_spmd()
-    layout = MeshLayout(config.mesh, _NumberedMesh(config.mesh), target="tpu")
-    inputs = _Placeholders(layout)
+    layout = MeshLayout(config.mesh, NumberedMesh(config.mesh), target="tpu")
+    inputs = Placeholders(layout)
 
     scopes = Scopes()
     execution = build_execution(config, layout)
@@ -105,11 +105,11 @@ def trace_step(config: RunConfig) -> TracedStep:
     state = {name: parameter.detach() for name, parameter in optimizer.parameters.items()}
     for kind, moments in optimizer.moments.items():
         state |= {f"{kind}/{name}": tensor for name, tensor in moments.items()}
-    return _export(config, inputs, state, list(metrics.values()))
+    return export_step(config, inputs, state, list(metrics.values()))
 
 
-def _export(
-    config: RunConfig, inputs: _Placeholders, state: dict[str, Tensor], others: list[Tensor]
+def export_step(
+    config: RunConfig, inputs: Placeholders, state: dict[str, Tensor], others: list[Tensor]
 ) -> TracedStep:
     from jax._src.interpreters import mlir
     from jax._src.lib import _jax

@@ -167,7 +167,8 @@ def _recomputation(report: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
         return ()
     cost = report["recompute"]
     share = f"{cost['flops'] / cost['counted_flops']:.1%} of those counted"
-    kept = format_bytes(cost["kept_bytes"]) + " on the host" * cost.get("kept_on_host", False)
+    where = " on the host" if cost.get("kept_on_host") else ""
+    kept = format_bytes(cost["kept_bytes"]) + where
     rows = [
         ("policy", cost["policy"]),
         ("kept by layers for the backward pass, by arithmetic", kept),
