@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 from benchmarks.kernel_entry import Kernel
 from benchmarks.megablox import megablox_gmm, megablox_products
+from pallas_ops.expert_mlp import kernel as expert_kernel
 from pallas_ops.gmm import kernel as gmm_kernel
 from pallas_ops.gmm import shapes as gmm_shapes
-from pallas_ops.gmm_gelu_gate import kernel as gated_kernel
 from pallas_ops.tgmm import kernel as tgmm_kernel
 from pallas_ops.tgmm import shapes as tgmm_shapes
 from pallas_ops.tiling import Tiles
@@ -66,14 +66,15 @@ def _gmm(tiles: Tiles | None) -> list[Kernel]:
     ]
 
 
-def _gmm_gelu_gate(tiles: Tiles | None) -> list[Kernel]:
-    _refuse_tiles("gmm_gelu_gate", tiles)
-    wi = gmm_shapes.GEMMA4_26B[0]
-    return [
+def _expert_mlp(tiles: Tiles | None) -> list[Kernel]:
+    """Its products with a gate inside; the other is gmm's."""
+    _refuse_tiles("expert_mlp", tiles)
+    wi, *_, wo = gmm_shapes.GEMMA4_26B
+    gated = [
         Kernel(
-            op="gmm_gelu_gate",
+            op="expert_mlp",
             shape=f"{wi.name}, gated{', product kept' * keeps_product}",
-            fn=gated_kernel.gmm_gelu_gate,
+            fn=expert_kernel.gmm_gelu_gate,
             signature=_gmm_signature(wi),
             static={"keeps_product": keeps_product},
             flops=wi.flops,
@@ -82,6 +83,18 @@ def _gmm_gelu_gate(tiles: Tiles | None) -> list[Kernel]:
         )
         for keeps_product in (False, True)
     ]
+    dout, down, group_sizes = _gmm_signature(wo)
+    product = ((wi.num_rows, wi.size_n), "bfloat16")
+    gradient = Kernel(
+        op="expert_mlp",
+        shape=f"{wo.name}, gradient of the gate",
+        fn=expert_kernel.gmm_gate_gradient,
+        signature=(dout, down, product, group_sizes),
+        flops=wo.flops,
+        compiled_name="gmm_gate_gradient",
+        routed={3: (wo.num_rows, wo.num_groups)},
+    )
+    return [*gated, gradient]
 
 
 def _tgmm(tiles: Tiles | None) -> list[Kernel]:
@@ -167,7 +180,7 @@ def _xla_matmul(tiles: Tiles | None) -> list[Kernel]:
 
 OPS: dict[str, Callable[[Tiles | None], list[Kernel]]] = {
     "gmm": _gmm,
-    "gmm_gelu_gate": _gmm_gelu_gate,
+    "expert_mlp": _expert_mlp,
     "tgmm": _tgmm,
     "megablox": _megablox,
     "megablox_26b": megablox_products,

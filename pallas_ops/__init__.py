@@ -11,9 +11,9 @@ the matrix products G groups, [K, N] one group's matrix.
 from pallas_ops.activation.op import gelu_gate, split_gate_up
 from pallas_ops.attention.op import attention
 from pallas_ops.combine.op import combine
+from pallas_ops.expert_mlp.op import expert_mlp
 from pallas_ops.gather_fence.op import gather_fence
 from pallas_ops.gmm.op import gmm
-from pallas_ops.gmm_gelu_gate.op import gmm_gelu_gate
 from pallas_ops.norm_rope.op import norm_rope
 from pallas_ops.permute.op import permute
 from pallas_ops.routing.op import RoutingPlan, routing_plan
@@ -27,10 +27,10 @@ __all__ = [
     "RoutingPlan",
     "attention",
     "combine",
+    "expert_mlp",
     "gather_fence",
     "gelu_gate",
     "gmm",
-    "gmm_gelu_gate",
     "join_experts",
     "norm_rope",
     "permute",

@@ -74,14 +74,16 @@ def check_row_shards(op: str, name: str, num_rows: int, sharding: OpSharding | N
         )
 
 
-def check_weight_shards(op: str, shape: torch.Size, sharding: OpSharding | None) -> None:
-    """The mesh must split the sharded dimension of a 3-D rhs of `shape` into equal pieces."""
+def check_weight_shards(
+    op: str, shape: torch.Size, sharding: OpSharding | None, name: str = "rhs"
+) -> None:
+    """The mesh must split the sharded dimension of a 3-D weight of `shape` into equal pieces."""
     if sharding is None or sharding.weight_dim is None:
         return
     size = shape[sharding.weight_dim]
     if size % sharding.num_weight_shards:
         raise ValueError(
-            f"{op}: dim {sharding.weight_dim} of rhs has size {size}, which axis "
+            f"{op}: dim {sharding.weight_dim} of {name} has size {size}, which axis "
             f"{sharding.weight_axis!r} of size {sharding.num_weight_shards} does not divide; "
             "choose another weight_dim, or None"
         )

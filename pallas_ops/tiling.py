@@ -46,13 +46,14 @@ def row_buckets(tile_m: int) -> tuple[int, ...]:
     return (*range(_ROW_BUCKET, tile_m, _ROW_BUCKET), tile_m)
 
 
-def gmm_vmem_bytes(tiles: Tiles, itemsize: int, *, keeps: bool = False) -> int:
+def gmm_vmem_bytes(tiles: Tiles, itemsize: int, *, num_blocks: float = 1) -> int:
     """VMEM of one gmm call: blocks and matrices twice, and one fp32 product before it is rounded.
 
-    `keeps` says that a partial_sum, or a gated result, has its blocks too.
+    `num_blocks` counts the blocks beside lhs in blocks of the product: a partial_sum is one more, a
+    gated result half of one.
     """
     m, k, n = tiles.tile_m, tiles.tile_k, tiles.tile_n
-    return 2 * itemsize * (m * k + k * n + m * n * (2 if keeps else 1)) + 4 * m * n
+    return 2 * itemsize * (m * k + k * n + int(m * n * num_blocks)) + 4 * m * n
 
 
 def choose_gmm_tiles(
@@ -63,7 +64,7 @@ def choose_gmm_tiles(
     itemsize: int,
     chip: Chip = V6E,
     *,
-    keeps: bool = False,
+    num_blocks: float = 1,
 ) -> Tiles:
     """Whole k, and whole n where it fits, else the most columns that do, in equal parts of whole
     lanes; row tiles near the mean group.
@@ -76,7 +77,7 @@ def choose_gmm_tiles(
         for num_parts in range(1, max(2, -(-n // chip.num_lanes) + 1)):
             lanes = -(-n // (num_parts * chip.num_lanes)) * chip.num_lanes
             tiles = Tiles(tile_m, k, n if num_parts == 1 else lanes)
-            if gmm_vmem_bytes(tiles, itemsize, keeps=keeps) <= limit:
+            if gmm_vmem_bytes(tiles, itemsize, num_blocks=num_blocks) <= limit:
                 return tiles
         if tile_m <= chip.row_group:
             raise ValueError(_nothing_fits(limit, chip))

@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 from pallas_ops import (
     combine,
+    expert_mlp,
     gather_fence,
     gelu_gate,
-    gmm,
-    gmm_gelu_gate,
     permute,
     routing_plan,
     split_gmm,
@@ -68,8 +67,7 @@ class Experts(nn.Module):
             h = split_gmm(rows, gate_up, plan.group_sizes, transpose_rhs=True, **placed)
             rows = split_gmm(gelu_gate(h), down, plan.group_sizes, **placed)
         else:
-            hidden = gmm_gelu_gate(rows, gate_up, plan.group_sizes, **placed)
-            rows = gmm(hidden, down, plan.group_sizes, **placed)
+            rows = expert_mlp(rows, gate_up, down, plan.group_sizes, **placed)
         return combine(rows, weights, plan, sharding=self.sharding)
 
     def _weights(self) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,7 @@ def implementations(
         "norm_rope, attention": pallas if attention == "kernel" else "torch, fp32 softmax",
         "routing_plan": "JAX, counting",
         "permute, combine": pallas if dispatch == "kernel" else gathers,
-        "gmm_gelu_gate, gmm, tgmm": pallas,
+        "expert_mlp, gmm, tgmm": pallas,
         "gelu_gate": "torch, fused by XLA",
     }
 

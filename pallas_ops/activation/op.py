@@ -1,7 +1,7 @@
 """gelu_gate: tanh-GELU of the gate half times the up half. Plain torch on every device.
 
-Elementwise work needs no kernel of its own: XLA fuses it, and where it follows the experts' product
-`gmm_gelu_gate` does. What must be chosen by hand is what is kept for backward (`h` alone) and that
+Elementwise work needs no kernel of its own: XLA fuses it, and between the experts' products
+`expert_mlp` does. What must be chosen by hand is what is kept for backward (`h` alone) and that
 the two halves' gradients meet in one concatenation rather than in two paddings and a sum.
 """
 
@@ -17,11 +17,12 @@ def split_gate_up(h: Tensor) -> tuple[Tensor, Tensor]:
     that of two slices is two paddings and a sum.
 
     Raises:
-        ValueError: an odd last dimension.
+        ValueError: an odd last dimension, or none of it.
     """
-    if h.ndim == 0 or h.shape[-1] % 2:
+    if h.ndim == 0 or h.shape[-1] % 2 or not h.shape[-1]:
         raise ValueError(
-            f"h has shape {list(h.shape)}; its last dimension must be even: gate beside up"
+            f"h has shape {list(h.shape)}; its last dimension must be even and not 0: gate beside "
+            "up"
         )
     gate, up = h.split(h.shape[-1] // 2, dim=-1)
     return gate, up

@@ -21,6 +21,7 @@ no transposed copy is ever made.
 from __future__ import annotations
 
 import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +29,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_ops.chips import V6E
-from pallas_ops.gmm.products import gated_products, products
+from pallas_ops.gmm.products import gate_gradients, gated_products, products
 from pallas_ops.gmm.visits import KEEP, Rest, Visits, make_visits
 from pallas_ops.tiling import Tiles, choose_gmm_tiles, gmm_vmem_bytes, row_buckets
 from pallas_ops.weights import gathered
+
+Gate = Literal["value", "value and product", "gradient"]
+"""What becomes of a product on its way out, see gmm."""
 
 _NUM_SLOTS = 2
 """Matrices in VMEM: one in use, one on its way. A power of two, to count in without divisions."""
@@ -48,8 +52,8 @@ def gmm(
     rest: tuple[Rest, Rest] | None = None,
     interpret: bool | pltpu.InterpretParams,
     tiles: Tiles | None = None,
-    gated: bool = False,
-    keeps_product: bool = True,
+    gate: Gate | None = None,
+    gated_from: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
     """One device. lhs [R, K]; rhs [G, K, N], or [G, N, K] transposed, the matrices of groups
     [group_offset, group_offset + G) of group_sizes int32 [G_all]; partial_sum [R, N] or None.
@@ -58,23 +62,34 @@ def gmm(
     `rest` is for the rows before the groups and after them; None is "keep" with a partial_sum, else
     "zero".
 
-    With `gated` the columns are a gate's and as many of what it gates, and the result is (their
-    gated product [R, N/2], the product [R, N] if `keeps_product`), see products.py.
+    With a `gate` (products.py) of "value" the columns are a gate's and as many of what it gates,
+    and the result is what comes of them, [R, N/2]; "value and product" gives the product [R, N]
+    beside it. With "gradient" the product is the gradient of such gated rows, and the result that
+    of the [R, 2N] they were `gated_from`.
 
-    Raises ValueError for tiles that cut K, or N elsewhere than between lanes, or at all if `gated`,
-    which takes transpose_rhs, no partial_sum, and an N/2 of whole groups of rows.
+    Raises ValueError for tiles that cut K, or N elsewhere than between lanes, or at all with a
+    gate, which takes transpose_rhs, no partial_sum, and halves of whole groups of rows.
     """
     num_rows, size_k = lhs.shape
     num_groups = rhs.shape[0]
     size_n = rhs.shape[1] if transpose_rhs else rhs.shape[2]
-    widths = [size_n // 2, *([size_n] if keeps_product else [])] if gated else [size_n]
+    widths = {
+        None: (size_n,),
+        "value": (size_n // 2,),
+        "value and product": (size_n // 2, size_n),
+        "gradient": (2 * size_n,),
+    }[gate]
     if not num_rows:  # no grid step, no block
         return tuple(jnp.zeros((0, width), lhs.dtype) for width in widths)
     rhs = rhs.astype(lhs.dtype)
     itemsize = lhs.dtype.itemsize
-    keeps = partial_sum is not None or gated
+    kept = () if partial_sum is None else (partial_sum.astype(lhs.dtype),)
+    gated_from = () if gated_from is None else (gated_from,)
+    num_columns = sum(widths) + sum(beside.shape[1] for beside in (*kept, *gated_from))
+    num_blocks = num_columns / size_n
     if tiles is None:
-        tiles = choose_gmm_tiles(num_rows, size_k, size_n, num_groups, itemsize, keeps=keeps)
+        sizes = (num_rows, size_k, size_n, num_groups, itemsize)
+        tiles = choose_gmm_tiles(*sizes, num_blocks=num_blocks)
     if tiles.tile_k < size_k:
         raise ValueError(f"gmm: tile_k={tiles.tile_k} cuts K={size_k}; give tile_k={size_k}")
     tiles = Tiles(tiles.tile_m, size_k, min(tiles.tile_n, size_n))
@@ -85,13 +100,14 @@ def gmm(
             f"gmm: tile_n={tile_n} cuts N={size_n} inside {V6E.num_lanes} lanes; give a multiple "
             f"of them, or tile_n={size_n}"
         )
-    if gated and not (
-        transpose_rhs and partial_sum is None and num_n == 1 and size_n % (2 * V6E.row_group) == 0
+    halves = 2 * size_n if gate == "gradient" else size_n
+    if gate and not (
+        transpose_rhs and not kept and num_n == 1 and halves % (2 * V6E.row_group) == 0
     ):
         raise ValueError(
-            f"gmm: a gate of N={size_n} with transpose_rhs={transpose_rhs}, tile_n={tile_n} and "
-            f"{'no ' if partial_sum is None else ''}partial_sum; give transpose_rhs, whole "
-            f"columns, no partial_sum and an N of whole {2 * V6E.row_group}, or gate afterwards"
+            f"gmm: a gate of {halves} columns with N={size_n}, transpose_rhs={transpose_rhs}, "
+            f"tile_n={tile_n} and {'a' if kept else 'no'} partial_sum; give transpose_rhs, whole "
+            f"columns, no partial_sum and columns in whole {2 * V6E.row_group}, or gate afterwards"
         )
     # Copies by hand stop at no edge and take whole tiles of memory: give them those to read.
     rhs_block = [tile_n, size_k] if transpose_rhs else [size_k, tile_n]
@@ -99,10 +115,10 @@ def gmm(
         pl.cdiv(size, unit) * unit
         for size, unit in zip(rhs_block, (V6E.row_group, V6E.num_lanes), strict=True)
     ]
-    num_blocks = (num_n, 1) if transpose_rhs else (1, num_n)
+    counts = (num_n, 1) if transpose_rhs else (1, num_n)
     padding = [
-        (0, num * block - size)
-        for num, block, size in zip(num_blocks, rhs_block, rhs.shape[1:], strict=True)
+        (0, count * block - size)
+        for count, block, size in zip(counts, rhs_block, rhs.shape[1:], strict=True)
     ]
     if any(after for _, after in padding):
         rhs = jnp.pad(rhs, ((0, 0), *padding))
@@ -117,14 +133,13 @@ def gmm(
         num_groups=num_groups,
         rest=rest,
     )
-    kept = () if partial_sum is None else (partial_sum.astype(lhs.dtype),)
     return pl.pallas_call(
         functools.partial(
             _kernel,
             transpose_rhs=transpose_rhs,
             precision=jax.lax.Precision.HIGHEST if itemsize == 4 else None,
             num_kept=len(kept),
-            gated=gated,
+            gate=gate,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(visits),
@@ -136,9 +151,15 @@ def gmm(
                     pl.BlockSpec((tile_m, tile_n), lambda n, v, *s: (Visits(*s).kept_tile[v], n))
                     for _ in kept
                 ),
+                *(
+                    pl.BlockSpec((tile_m, 2 * tile_n), lambda n, v, *s: (Visits(*s).lhs_tile[v], 0))
+                    for _ in gated_from
+                ),
             ],
             out_specs=tuple(
-                pl.BlockSpec((tile_m, min(width, tile_n)), lambda n, v, *s: (Visits(*s).tile[v], n))
+                pl.BlockSpec(
+                    (tile_m, tile_n * width // size_n), lambda n, v, *s: (Visits(*s).tile[v], n)
+                )
                 for width in widths
             ),
             scratch_shapes=[
@@ -155,24 +176,26 @@ def gmm(
             disable_bounds_checks=True,
             vmem_limit_bytes=min(
                 V6E.vmem_bytes,
-                gmm_vmem_bytes(tiles, itemsize, keeps=keeps) + V6E.vmem_bytes // 4,
+                gmm_vmem_bytes(tiles, itemsize, num_blocks=num_blocks) + V6E.vmem_bytes // 4,
             ),
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * num_rows * size_k * size_n * num_groups // group_sizes.shape[0],
-            transcendentals=num_rows * size_n // 2 if gated else 0,
-            bytes_accessed=itemsize * (num_rows * (size_k + size_n) + rhs.size),
+            transcendentals=num_rows * halves // 2 if gate else 0,
+            bytes_accessed=itemsize * (num_rows * (size_k + num_columns) + rhs.size),
         ),
         interpret=interpret,
-        name="gmm_gelu_gate" if gated else "gmm",
-    )(*visits, lhs, rhs, *kept)
+        name={None: "gmm", "gradient": "gmm_gate_gradient"}.get(gate, "gmm_gelu_gate"),
+    )(*visits, lhs, rhs, *kept, *gated_from)
 
 
-def _kernel(*refs, transpose_rhs, precision, num_kept, gated):
+def _kernel(*refs, transpose_rhs, precision, num_kept, gate):
     num_scalars = len(Visits._fields)
     visits = Visits(*refs[:num_scalars])
-    lhs, rhs, *kept_and_outs, matrices, arrivals = refs[num_scalars:]
-    kept, outs = kept_and_outs[:num_kept], kept_and_outs[num_kept:]
+    lhs, rhs, *blocks, matrices, arrivals = refs[num_scalars:]
+    kept, outs = blocks[:num_kept], blocks[num_kept:]
+    if gate == "gradient":
+        gated_from, *outs = outs
     visit = pl.program_id(1)
     first, end, rank = visits.first[visit], visits.end[visit], visits.rank[visit]
     tile_m, dtype = outs[0].shape[0], outs[0].dtype
@@ -193,11 +216,13 @@ def _kernel(*refs, transpose_rhs, precision, num_kept, gated):
     def multiply(num_rows):
         begin = pl.multiple_of(jnp.minimum(start, tile_m - num_rows), V6E.row_group)
         rows = pl.ds(begin, num_rows)
-        size = outs[0].shape[1]
-        if gated:
-            parts = gated_products(lhs[rows, :], matrix, size, len(outs) > 1, precision, dtype)
+        x, size = lhs[rows, :], outs[0].shape[1]
+        if gate == "gradient":
+            parts = gate_gradients(x, matrix, gated_from[rows, :], precision, dtype)
+        elif gate:
+            parts = gated_products(x, matrix, size, len(outs) > 1, precision, dtype)
         else:
-            parts = products(lhs[rows, :], matrix, size, transpose_rhs, precision, dtype)
+            parts = products(x, matrix, size, transpose_rhs, precision, dtype)
         for result, columns, values in parts:
             _store(outs[result], rows, columns, first - begin, end - begin, values)
 

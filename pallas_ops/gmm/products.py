@@ -8,6 +8,7 @@ possible when x fills squares: the matrix's own rows stream, and the result come
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 
 import jax
@@ -61,10 +62,51 @@ def gated_products(x, matrix, size_f, keeps_product, precision, dtype) -> Iterat
             yield 1, up_columns, up
 
 
+def gate_gradients(x, matrix, product, precision, dtype) -> Iterator[Part]:
+    """Result 0, [rows, 2F], is the gradient of `product` [rows, 2F], gate beside up, where x times
+    the matrix's F rows is that of its gated product, rounded to dtype as it is in another pass."""
+    width = V6E.mxu_width
+    num_rows, size_k = x.shape
+    size_f = product.shape[1] // 2
+    dot, contract = _dot(precision), (((1,), (1,)), ((), ()))
+    if num_rows % width == 0:
+        # Halves that begin between lanes begin at whole rows once transposed.
+        dout = dot(matrix[:size_f, :size_k], x, contract).astype(dtype)
+        both = product.T
+        gradients = gelu_gate_gradient(both[:size_f], both[size_f:], dout)
+        yield 0, slice(None), jnp.concatenate(gradients, axis=0).T
+        return
+    for column in range(0, size_f, width):
+        gate_columns = slice(column, min(column + width, size_f))
+        up_columns = slice(size_f + gate_columns.start, size_f + gate_columns.stop)
+        dout = dot(x, matrix[gate_columns, :size_k], contract).astype(dtype)
+        halves = product[:, gate_columns], product[:, up_columns]
+        for columns, values in zip(
+            (gate_columns, up_columns), gelu_gate_gradient(*halves, dout), strict=True
+        ):
+            yield 0, columns, values
+
+
 def gelu_gate(gate, up):
     """gelu_tanh(gate) * up in fp32, rounded once, of their dtype."""
     gated = jax.nn.gelu(gate.astype(jnp.float32), approximate=True) * up.astype(jnp.float32)
     return gated.astype(gate.dtype)
+
+
+_SLOPE, _CUBE = math.sqrt(2 / math.pi), 0.044715
+"""gelu_tanh(g) = g / 2 * (1 + tanh(_SLOPE * (g + _CUBE * g^3)))."""
+
+
+def gelu_gate_gradient(gate, up, dout):
+    """Gradients of gate and up where `dout` is that of gelu_gate, in fp32, rounded once, of their
+    dtype."""
+    dtype = gate.dtype
+    gate, up, dout = (each.astype(jnp.float32) for each in (gate, up, dout))
+    square = gate * gate
+    tanh = jnp.tanh(gate * (_SLOPE + _SLOPE * _CUBE * square))
+    half = 0.5 + 0.5 * tanh
+    slope = half + 0.5 * gate * (1 - tanh * tanh) * (_SLOPE + 3 * _SLOPE * _CUBE * square)
+    return (dout * up * slope).astype(dtype), (dout * (gate * half)).astype(dtype)
 
 
 def _dot(precision):

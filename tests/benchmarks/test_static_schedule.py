@@ -271,7 +271,7 @@ def test_selection_leaves_out_tiny_shapes_and_public_kernels():
         found = kernel_profile.selected(kernel_profile.Options(**options))
         return [(kernel.op, kernel.shape) for kernel in found]
 
-    assert len(names()) == 10 and {op for op, _ in names()} == {"gmm", "gmm_gelu_gate", "tgmm"}
+    assert len(names()) == 11 and {op for op, _ in names()} == {"gmm", "expert_mlp", "tgmm"}
     assert {op for op, _ in names(calibrate=True)} == {"megablox", "xla_matmul"}
     assert names(op="all", calibrate=True) == names() + names(calibrate=True)
     assert names(op="gmm", shape="whole tiles") == [("gmm", "whole tiles")]

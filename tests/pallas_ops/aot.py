@@ -30,6 +30,8 @@ TOO_LARGE = "tiles beyond VMEM"
 CHAIN = "wi forward, two halves"
 BRANCH = "branch, forward and backward"
 GATED = {"wi forward, gated": False, "wi forward, gated, product kept": True}
+GRADIENT = "wo dlhs, gradient of the gate"
+EDGE = "gradient of a gate, large matrices"
 
 
 class Program(NamedTuple):
@@ -44,9 +46,9 @@ def programs() -> dict[str, Program]:
     """Every production product, tgmm with both dtypes of its result, the chain of two halves of
     one, the branch they form, the moves of rows around it, and a product with one tile that no VMEM
     holds."""
+    from pallas_ops.expert_mlp import kernel as experts
     from pallas_ops.gmm import kernel as gmm
     from pallas_ops.gmm.shapes import GEMMA4_26B as GMM_SHAPES
-    from pallas_ops.gmm_gelu_gate import kernel as gated
     from pallas_ops.tgmm import kernel as tgmm
     from pallas_ops.tgmm.shapes import GEMMA4_26B as TGMM_SHAPES
     from pallas_ops.tiling import Tiles
@@ -72,8 +74,12 @@ def programs() -> dict[str, Program]:
     x, gate_up, sizes = found["wi forward"].signature
     for name, keeps_product in GATED.items():
         static = {"keeps_product": keeps_product}
-        found[name] = Program(gated.gmm_gelu_gate, (x, gate_up, sizes), static)
+        found[name] = Program(experts.gmm_gelu_gate, (x, gate_up, sizes), static)
     down = found["wo forward"].signature[1]
+    product = ((x[0][0], gate_up[0][1]), "bfloat16")
+    found[GRADIENT] = Program(experts.gmm_gate_gradient, (x, down, product, sizes), {})
+    large = (((8192, 1024), "bfloat16"), ((8, 4096, 1024), "bfloat16"), ((8192, 8192), "bfloat16"))
+    found[EDGE] = Program(experts.gmm_gate_gradient, (*large, ((8,), "int32")), {})
     halves = (((64, 1408, 2816), "bfloat16"),) * 2
     found[CHAIN] = Program(two_halves, (x, *halves, sizes), {})
     found[BRANCH] = Program(branch, (x, gate_up, down, sizes, x), {})
@@ -125,23 +131,14 @@ def two_halves(x, low, high, group_sizes, *, interpret):
 
 def branch(x, gate_up, down, group_sizes, dout, *, interpret):
     """The experts of one MoE layer, forward and backward, as the ops of pallas_ops call kernels."""
-    import jax
-    import jax.numpy as jnp
-
+    from pallas_ops.expert_mlp.kernel import expert_mlp, gmm_gate_gradient
     from pallas_ops.gmm.kernel import gmm
-    from pallas_ops.gmm.products import gelu_gate
     from pallas_ops.tgmm.kernel import tgmm
-
-    def gate(h):
-        return gelu_gate(*jnp.split(h, 2, axis=1))
 
     sizes = (group_sizes,)
     options = {"interpret": interpret}
-    (h,) = gmm(x, gate_up, *sizes, transpose_rhs=True, **options)
-    hidden, gate_vjp = jax.vjp(gate, h)
-    (out,) = gmm(hidden, down, *sizes, transpose_rhs=False, **options)
-    (dhidden,) = gmm(dout, down, *sizes, transpose_rhs=True, **options)
-    (dh,) = gate_vjp(dhidden)
+    out, hidden, h = expert_mlp(x, gate_up, down, *sizes, keeps=True, **options)
+    (dh,) = gmm_gate_gradient(dout, down, h, *sizes, **options)
     (dx,) = gmm(dh, gate_up, *sizes, transpose_rhs=False, **options)
     (ddown,) = tgmm(hidden, dout, *sizes, out_dtype="float32", **options)
     (dgate_up,) = tgmm(dh, x, *sizes, out_dtype="float32", **options)

@@ -36,8 +36,20 @@ def sample(dtype, sharding, requires_grad=True):
             *(floats(8, 5), floats(2, 5, 4), sizes, False, reduce, text),
             *(1, floats(8, 4)),
         ),
-        "gmm_gelu_gate": (floats(8, 5), floats(3, 4, 5), sizes, True, reduce, text),
-        "gmm_gelu_gate alone": (floats(8, 5), floats(3, 4, 5), sizes, False, reduce, text),
+        "expert_mlp": (
+            *(floats(8, 5), floats(3, 4, 5), floats(3, 2, 5), sizes, True, reduce, text),
+        ),
+        "expert_mlp alone": (
+            *(floats(8, 5), floats(3, 4, 5), floats(3, 2, 5), sizes, False, reduce, text),
+        ),
+        # Without a gradient of its own: expert_mlp's gradients of gradients go another way.
+        "expert_mlp_gate_gradient": (
+            torch.randn(8, 5, dtype=dtype),
+            torch.randn(3, 2, 5, dtype=dtype),
+            torch.randn(8, 4, dtype=dtype),
+            sizes,
+            text,
+        ),
         "split_gmm": (floats(8, 6), floats(2, 4, 3, 5), four, False, reduce, text),
         "split_gmm transposed": (
             *(floats(8, 5), floats(2, 4, 3, 5, dtype=wide), four, True, reduce, text),
@@ -112,7 +124,7 @@ def test_outputs_are_fresh_and_repeatable(name, sharding):
     first, second = call_of(name)(*args), call_of(name)(*args)
     torch.testing.assert_close(first, second, rtol=0, atol=0)
     outputs = first if isinstance(first, tuple) else (first,)
-    tensors = [t for t in pytree.tree_leaves((args, outputs)) if torch.is_tensor(t)]
+    tensors = [t for t in pytree.tree_leaves((args, outputs)) if torch.is_tensor(t) and t.numel()]
     assert len({t.untyped_storage().data_ptr() for t in tensors}) == len(tensors)
 
 

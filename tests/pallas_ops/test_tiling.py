@@ -34,10 +34,10 @@ def check(tiles, num_rows, k, n):
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_gmm_tiles_fit(itemsize, keeps):
     for num_rows, k, n, num_groups in GRID:
-        tiles = choose_gmm_tiles(num_rows, k, n, num_groups, itemsize, keeps=keeps)
+        tiles = choose_gmm_tiles(num_rows, k, n, num_groups, itemsize, num_blocks=1 + keeps)
         check(tiles, num_rows, k, n)
         assert tiles.tile_k == k
-        assert gmm_vmem_bytes(tiles, itemsize, keeps=keeps) <= 96 * MIB
+        assert gmm_vmem_bytes(tiles, itemsize, num_blocks=1 + keeps) <= 96 * MIB
 
 
 @pytest.mark.parametrize("shape", gmm_shapes.GEMMA4_26B, ids=lambda shape: shape.name)
@@ -52,7 +52,7 @@ def test_vmem_model_counts_every_block():
     tiles = Tiles(16, 128, 256)
     blocks = 16 * 128 + 128 * 256 + 16 * 256
     assert gmm_vmem_bytes(tiles, 2) == 2 * 2 * blocks + 4 * 16 * 256
-    kept = gmm_vmem_bytes(tiles, 2, keeps=True)
+    kept = gmm_vmem_bytes(tiles, 2, num_blocks=2)
     assert kept == gmm_vmem_bytes(tiles, 2) + 2 * 2 * 16 * 256
 
 

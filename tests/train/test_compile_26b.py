@@ -130,7 +130,8 @@ def test_kernels(report):
     for kernel in report["kernels"]:
         kernels[kernel["name"]] = kernels.get(kernel["name"], 0) + kernel["count"]
     assert kernels["gmm_gelu_gate"] == 2 * LAYERS
-    assert kernels["gmm"] == 4 * LAYERS and kernels["tgmm"] == 2 * LAYERS
+    assert kernels["gmm_gate_gradient"] == LAYERS
+    assert kernels["gmm"] == 3 * LAYERS and kernels["tgmm"] == 2 * LAYERS
     assert kernels["expand_rows"] == 2 * LAYERS and kernels["reduce_rows"] == 3 * LAYERS
     assert kernels["combine_backward"] == LAYERS
     assert kernels["attention_flash"] == 2 * PERIODS and kernels["attention_band"] == 10 * PERIODS

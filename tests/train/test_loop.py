@@ -122,7 +122,7 @@ def test_a_run_leaves_its_config_and_ends_with_a_sample(finished):
     assert config["name"] == "micro" and config["model"]["num_experts"] == 4
     assert list(run.glob("events.out.tfevents.*"))
     plan, progress = text.split("step 1/6", 1)
-    assert re.search(r"^ *gmm_gelu_gate, gmm, tgmm +Pallas, interpreted as HLO", plan, re.MULTILINE)
+    assert re.search(r"^ *expert_mlp, gmm, tgmm +Pallas, interpreted as HLO", plan, re.MULTILINE)
     _, *samples = progress.split("\nsample:\n")
     assert "step 3/6" in samples[0] and "held-out loss" in samples[0]
     assert len(samples) == 3 and all(sample.startswith("def ") for sample in samples)

@@ -49,12 +49,12 @@ def test_what_is_in_force():
     assert row_of(text, "parameters").startswith(f"{total:,} in all, ")
     assert row_of(text, "dtypes") == "parameters float32, compute float32, reduce float32"
     assert row_of(text, "layers") == "scan, recompute none"
-    assert row_of(text, "gmm_gelu_gate, gmm, tgmm") == "Pallas, interpreted as HLO"
+    assert row_of(text, "expert_mlp, gmm, tgmm") == "Pallas, interpreted as HLO"
     in_force = implementations("cpu", cpu_tiny().attention, *cpu_tiny().dispatch_in_force)
     for op, implementation in in_force.items():
         assert row_of(text, op) == implementation
     assert (
-        implementations("tpu", "kernel", "kernel", None)["gmm_gelu_gate, gmm, tgmm"]
+        implementations("tpu", "kernel", "kernel", None)["expert_mlp, gmm, tgmm"]
         == "Pallas, compiled by Mosaic"
     )
     assert row_of(text, "permute, combine") == "JAX, XLA gathers (rows are torch.float32)"

@@ -23,7 +23,7 @@ BY_FILE = {
     "torch_gemma4.attention": ATTENTION,
     "torch_gemma4.rope": ATTENTION,
     "pallas_ops.gmm": EXPERTS,
-    "pallas_ops.gmm_gelu_gate": EXPERTS,
+    "pallas_ops.expert_mlp": EXPERTS,
     "pallas_ops.tgmm": EXPERTS,
     "pallas_ops.split_gmm": EXPERTS,
     "pallas_ops.gather_fence": EXPERTS,

@@ -11,6 +11,7 @@ from train.compile.static.kernel_steps import KernelSteps
 OWN_COPIES: dict[str, Callable[[PallasCall], KernelSteps]] = {
     "gmm": gmm_steps.find_steps,
     "gmm_gelu_gate": gmm_steps.find_steps,
+    "gmm_gate_gradient": gmm_steps.find_steps,
     "tgmm": tgmm_steps.find_steps,
     "expand_rows": dispatch_steps.find_expand_steps,
     "reduce_rows": dispatch_steps.find_reduce_steps,

@@ -1,0 +1,1 @@
+"""What experts do to their rows: two products, and the gate between them inside their kernels."""

@@ -1,1 +1,0 @@
-"""The experts' first product and its gate in one pass."""
