@@ -36,6 +36,10 @@ def products(x, matrix, num_columns, transpose_rhs, precision, dtype) -> Iterato
         yield 0, columns, dot(x, w, contract).astype(dtype)
 
 
+_PIECE = 1024
+"""Columns of a gate whose gradient is made at a time: what is between is alive in VMEM, in fp32."""
+
+
 def gated_products(x, matrix, size_f, keeps_product, precision, dtype) -> Iterator[Part]:
     """Result 0, [rows, F], is gelu_tanh(x gate^T) * (x up^T) of matrix [2F, K], gate above up; with
     `keeps_product` result 1, [rows, 2F], is both products. The gate is that of the products as
@@ -71,10 +75,14 @@ def gate_gradients(x, matrix, product, precision, dtype) -> Iterator[Part]:
     dot, contract = _dot(precision), (((1,), (1,)), ((), ()))
     if num_rows % width == 0:
         # Halves that begin between lanes begin at whole rows once transposed.
-        dout = dot(matrix[:size_f, :size_k], x, contract).astype(dtype)
         both = product.T
-        gradients = gelu_gate_gradient(both[:size_f], both[size_f:], dout)
-        yield 0, slice(None), jnp.concatenate(gradients, axis=0).T
+        for first in range(0, size_f, _PIECE):
+            columns = slice(first, min(first + _PIECE, size_f))
+            up_columns = slice(size_f + columns.start, size_f + columns.stop)
+            dout = dot(matrix[columns, :size_k], x, contract).astype(dtype)
+            gradients = gelu_gate_gradient(both[columns], both[up_columns], dout)
+            for its, values in zip((columns, up_columns), gradients, strict=True):
+                yield 0, its, values.T
         return
     for column in range(0, size_f, width):
         gate_columns = slice(column, min(column + width, size_f))
