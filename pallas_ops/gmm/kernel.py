@@ -65,7 +65,7 @@ def gmm(
     With a `gate` (products.py) of "value" the columns are a gate's and as many of what it gates,
     and the result is what comes of them, [R, N/2]; "value and product" gives the product [R, N]
     beside it. With "gradient" the product is the gradient of such gated rows, and the result that
-    of the [R, 2N] they were `gated_from`.
+    of the [R, 2N] they were `gated_from`, in its memory where XLA can spare it.
 
     Raises ValueError for tiles that cut K, or N elsewhere than between lanes, or at all with a
     gate, which takes transpose_rhs, no partial_sum, and halves of whole groups of rows.
@@ -168,7 +168,7 @@ def gmm(
             ],
         ),
         out_shape=tuple(jax.ShapeDtypeStruct((num_rows, w), lhs.dtype) for w in widths),
-        input_output_aliases={len(visits) + 2: 0} if kept else {},
+        input_output_aliases={len(visits) + 2: 0} if kept or gated_from else {},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "arbitrary"),
             # make_visits bounds every address, whatever the sizes. Checking them again would cost

@@ -71,9 +71,9 @@ def test_a_gated_product_moves_no_weight_and_is_gated_inside(compiled, name):
 def test_the_gradient_of_a_gate_is_made_inside_the_product(compiled, name):
     result = compiled[name]
     assert "error" not in result, result["error"]
-    # Rows of 1408 columns are an argument and a result here, as above; of 8192 they are at home.
-    assert set(result["relayouts"]) <= {"copy bf16[262144,1408]"}
-    assert result["temp_bytes"] <= 2 * R26B * 1408 * 2 * bool(result["relayouts"]) + METADATA_BYTES
+    # The result would take the memory of the product, which is the caller's here: one copy.
+    assert len(result["relayouts"]) == 1
+    assert result["temp_bytes"] <= METADATA_BYTES
 
 
 def test_the_second_half_writes_into_the_result_of_the_first(compiled):
