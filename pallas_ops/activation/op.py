@@ -21,8 +21,8 @@ def split_gate_up(h: Tensor) -> tuple[Tensor, Tensor]:
     """
     if h.ndim == 0 or h.shape[-1] % 2 or not h.shape[-1]:
         raise ValueError(
-            f"h has shape {list(h.shape)}; its last dimension must be even and not 0: gate beside "
-            "up"
+            f"h has shape {list(h.shape)}; its last dimension must be even, and not 0: gate "
+            "beside up"
         )
     gate, up = h.split(h.shape[-1] // 2, dim=-1)
     return gate, up

@@ -72,7 +72,8 @@ def test_the_gradient_of_a_gate_is_made_inside_the_product(compiled, name):
     result = compiled[name]
     assert "error" not in result, result["error"]
     # The result would take the memory of the product, which is the caller's here: one copy.
-    assert len(result["relayouts"]) == 1
+    copies = [each for each in result["relayouts"] if not each.startswith("copy-start")]
+    assert copies in (["copy bf16[262144,1408]"], ["copy bf16[8192,8192]"])
     assert result["temp_bytes"] <= METADATA_BYTES
 
 
