@@ -35,7 +35,7 @@ def gelu_gate(h: Tensor) -> Tensor:
     times; keeps only `h`.
 
     Raises:
-        ValueError: an odd last dimension, or an integer dtype.
+        ValueError: an odd last dimension, or none of it, or an integer dtype.
     """
     split_gate_up(h)
     if not h.is_floating_point():

@@ -100,12 +100,18 @@ def gmm(
             f"gmm: tile_n={tile_n} cuts N={size_n} inside {V6E.num_lanes} lanes; give a multiple "
             f"of them, or tile_n={size_n}"
         )
-    halves = 2 * size_n if gate == "gradient" else size_n
+    num_gated = 2 * size_n if gate == "gradient" else size_n
+    shapes = [each.shape for each in gated_from]
+    if shapes != ([(num_rows, num_gated)] if gate == "gradient" else []):
+        raise ValueError(
+            f"gmm: gate={gate!r} with gated_from of shapes {shapes}; give one of "
+            f'[{num_rows}, {2 * size_n}] with "gradient", and none otherwise'
+        )
     if gate and not (
-        transpose_rhs and not kept and num_n == 1 and halves % (2 * V6E.row_group) == 0
+        transpose_rhs and not kept and num_n == 1 and num_gated % (2 * V6E.row_group) == 0
     ):
         raise ValueError(
-            f"gmm: a gate of {halves} columns with N={size_n}, transpose_rhs={transpose_rhs}, "
+            f"gmm: a gate of {num_gated} columns with N={size_n}, transpose_rhs={transpose_rhs}, "
             f"tile_n={tile_n} and {'a' if kept else 'no'} partial_sum; give transpose_rhs, whole "
             f"columns, no partial_sum and columns in whole {2 * V6E.row_group}, or gate afterwards"
         )
@@ -181,7 +187,7 @@ def gmm(
         ),
         cost_estimate=pl.CostEstimate(
             flops=2 * num_rows * size_k * size_n * num_groups // group_sizes.shape[0],
-            transcendentals=num_rows * halves // 2 if gate else 0,
+            transcendentals=num_rows * num_gated // 2 if gate else 0,
             bytes_accessed=itemsize * (num_rows * (size_k + num_columns) + rhs.size),
         ),
         interpret=interpret,

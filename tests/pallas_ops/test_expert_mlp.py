@@ -170,6 +170,41 @@ def test_gradient_whatever_the_sizes(sizes):
     np.testing.assert_allclose(found, wanted.numpy(), rtol=0, atol=3e-6 * largest + 1e-7)
 
 
+def test_the_gradient_in_two_pieces_of_columns():
+    # 1,024 columns and 16 more, of whole tiles and of parts.
+    arguments, wanted = of_a_gradient((256, 40, 256), 600, 1040, 8)
+    (found,) = gradient(*arguments)
+    largest = float(wanted.abs().max())
+    np.testing.assert_allclose(found, wanted.numpy(), rtol=0, atol=3e-6 * largest)
+
+
+def test_a_gradient_of_a_gradient_on_xla_tensors():
+    def grads(function, device):
+        *floats, sizes = (t.to(device) for t in operands((30, 0, 50), 80, 32, 24, torch.float32))
+        floats = [t.requires_grad_() for t in floats]
+        out = function(*floats, sizes)
+        first = torch.autograd.grad(out, floats, weight_of(out), create_graph=True)
+        second = torch.autograd.grad(sum(each.square().sum() for each in first), floats)
+        return [t.detach().cpu() for t in (*first, *second)]
+
+    for ours, theirs in zip(grads(expert_mlp, "xla"), grads(apart, "cpu"), strict=True):
+        error = (ours - theirs).abs().max()
+        assert error <= 1e-5 * theirs.abs().max()
+
+
+def test_a_second_backward_pass_finds_what_the_first_did():
+    # On TPUs the gradient takes the memory of the product it is of, where that is not needed again.
+    *floats, sizes = (t.to("xla") for t in operands((256, 30), 300, 48, 24, torch.float32))
+    floats = [t.requires_grad_() for t in floats]
+    out = expert_mlp(*floats, sizes)
+    runs = []
+    for _ in range(2):
+        grads = torch.autograd.grad(out, floats, weight_of(out), retain_graph=True)
+        torch_xla.sync()
+        runs.append([t.cpu() for t in grads])
+    assert all(map(torch.equal, *runs))
+
+
 def test_the_gradient_far_from_zero():
     # tanh is exactly one there, and its slope nothing, whose factor is large.
     arguments, _ = of_a_gradient((200, 56), 256, 16, 8)
@@ -213,6 +248,8 @@ def test_a_kernel_that_cannot_gate_says_so():
     options = {"transpose_rhs": True, "interpret": True}
     with pytest.raises(ValueError, match=r"gmm: a gate of 24 col.*whole 32, or gate afterwards"):
         gmm_kernel(lhs, rhs, sizes, gate="value", **options)
+    with pytest.raises(ValueError, match=r"gmm: gate='gradient' .* give one of \[16, 48\]"):
+        gmm_kernel(lhs, rhs, sizes, gate="gradient", **options)
     with pytest.raises(ValueError, match=r"gmm: a gate of 48 columns with N=24"):
         gmm_kernel(lhs, rhs, sizes, gate="gradient", gated_from=jnp.zeros((16, 48)), **options)
 
