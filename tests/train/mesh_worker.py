@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--split", action="store_true")
     parser.add_argument("--optim", default="adamw")
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fsdpv2", action="store_true")
     arguments = parser.parse_args()
 
@@ -52,6 +53,7 @@ def main() -> None:
     config = RunConfig(
         name="mesh_worker",
         steps=arguments.steps,
+        seed=arguments.seed,
         layers=arguments.layers,
         recompute=arguments.recompute,
         attention=arguments.attention,

@@ -35,6 +35,9 @@ OTHERS = [name for name in RUNS if name not in ("1 device", "4, FSDPv2 wrapper")
 
 DUMPED = {"4 devices": "dump", "4, recomputed, 2 micro-batches": "dump_of_micro_batches"}
 
+SEED = 1
+"""Of the parameters. With 0 two experts of one token are within 1e-6 at the fifth step: whichever
+way of summing decides, from there the trainings part."""
 LOSS_TOLERANCE = 1e-5
 """Relative, over 20 steps in fp32: measured 3e-6, the summation order of 4 and 8 shards."""
 GRADIENT_TOLERANCE = 2e-5
@@ -55,7 +58,7 @@ def runs(tmp_path_factory):
         if name in DUMPED:
             dump = f" --xla_dump_to={folder / DUMPED[name]} --xla_dump_hlo_as_text"
         variables = {"TF_CPP_MIN_LOG_LEVEL": "2", "XLA_FLAGS": flags + dump}
-        run_module(mesh_worker.__name__, out, *RUNS[name], **variables)
+        run_module(mesh_worker.__name__, out, *RUNS[name], "--seed", SEED, **variables)
         with np.load(out) as arrays:
             return dict(arrays)
 
