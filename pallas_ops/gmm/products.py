@@ -53,9 +53,7 @@ def gated_products(x, matrix, size_f, keeps_product, precision, dtype) -> Iterat
         if keeps_product:
             yield 1, slice(None), both.T
         return
-    for column in range(0, size_f, width):
-        gate_columns = slice(column, min(column + width, size_f))
-        up_columns = slice(size_f + gate_columns.start, size_f + gate_columns.stop)
+    for gate_columns, up_columns in _pieces(size_f, width):
         gate, up = (
             dot(x, matrix[columns, :size_k], contract).astype(dtype)
             for columns in (gate_columns, up_columns)
@@ -76,23 +74,24 @@ def gate_gradients(x, matrix, product, precision, dtype) -> Iterator[Part]:
     if num_rows % width == 0:
         # Halves that begin between lanes begin at whole rows once transposed.
         both = product.T
-        for first in range(0, size_f, _PIECE):
-            columns = slice(first, min(first + _PIECE, size_f))
-            up_columns = slice(size_f + columns.start, size_f + columns.stop)
-            dout = dot(matrix[columns, :size_k], x, contract).astype(dtype)
-            gradients = gelu_gate_gradient(both[columns], both[up_columns], dout)
-            for its, values in zip((columns, up_columns), gradients, strict=True):
-                yield 0, its, values.T
+        for gate_columns, up_columns in _pieces(size_f, _PIECE):
+            dout = dot(matrix[gate_columns, :size_k], x, contract).astype(dtype)
+            dgate, dup = gelu_gate_gradient(both[gate_columns], both[up_columns], dout)
+            yield 0, gate_columns, dgate.T
+            yield 0, up_columns, dup.T
         return
-    for column in range(0, size_f, width):
-        gate_columns = slice(column, min(column + width, size_f))
-        up_columns = slice(size_f + gate_columns.start, size_f + gate_columns.stop)
+    for gate_columns, up_columns in _pieces(size_f, width):
         dout = dot(x, matrix[gate_columns, :size_k], contract).astype(dtype)
-        halves = product[:, gate_columns], product[:, up_columns]
-        for columns, values in zip(
-            (gate_columns, up_columns), gelu_gate_gradient(*halves, dout), strict=True
-        ):
-            yield 0, columns, values
+        dgate, dup = gelu_gate_gradient(product[:, gate_columns], product[:, up_columns], dout)
+        yield 0, gate_columns, dgate
+        yield 0, up_columns, dup
+
+
+def _pieces(size_f, width) -> Iterator[tuple[slice, slice]]:
+    """Columns of the gate, at most `width` at a time, and those of what they gate."""
+    for first in range(0, size_f, width):
+        end = min(first + width, size_f)
+        yield slice(first, end), slice(size_f + first, size_f + end)
 
 
 def gelu_gate(gate, up):
